@@ -1,0 +1,1 @@
+"""Hydra configuration, one YAML per class."""

@@ -1,0 +1,1 @@
+"""Tasks, replay, generation, metrics, records and plots."""

@@ -1,0 +1,8 @@
+"""When and how the cache obeys: the only code that knows transformers."""
+
+from kvstitch.presses.budget import Budget
+from kvstitch.presses.events import CompactionEvent, LayerEvent
+from kvstitch.presses.eviction import EvictionPress, EvictionRun
+from kvstitch.presses.rotary import UnsupportedModel
+
+__all__ = ["Budget", "CompactionEvent", "EvictionPress", "EvictionRun", "LayerEvent", "UnsupportedModel"]

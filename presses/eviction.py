@@ -1,0 +1,146 @@
+"""Eviction: what is not kept is given back, every `interval` decoded tokens."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvstitch.allocators import EvictingAllocator
+from kvstitch.presses.budget import Budget
+from kvstitch.presses.cache import Request, StitchLayer
+from kvstitch.presses.events import CompactionEvent, LayerEvent
+from kvstitch.presses.run import Run
+from kvstitch.scorers import Scorer
+
+
+@dataclass(frozen=True)
+class EvictionPress:
+    """Compacts the cache to a budget while the model decodes; nothing evicted comes back.
+
+    `with press(model) as run: model.generate(...)` needs nothing else. Between compactions the cache grows by one slot a
+    token, so it holds at most `budget + interval` slots after the first one. A forward of several tokens (a second turn,
+    teacher-forced text) adds all of them before the next compaction.
+
+    Args:
+        scorer: which tokens matter.
+        allocator: how many, where; its `num_sinks` and `num_recent` protected slots count inside the budget.
+        budget: tokens per kv head (256), kept fraction (0.25) or bytes ("64MiB"); see `Budget`.
+        interval: decoded tokens between compactions.
+        compress_prompt: compact once more when the prompt is complete, before the first decoded token enters.
+        record_events: keep what each compaction kept in `run.events` (a few hundred bytes per kept slot and layer).
+        on_event: called with each `CompactionEvent`.
+    """
+
+    scorer: Scorer
+    allocator: EvictingAllocator
+    budget: Budget | int | float | str
+    interval: int = 512
+    compress_prompt: bool = False
+    record_events: bool = True
+    on_event: Callable[[CompactionEvent], None] | None = None
+
+    def __post_init__(self):
+        _require_type("scorer", self.scorer, Scorer)
+        _require_type("allocator", self.allocator, EvictingAllocator)
+        object.__setattr__(self, "budget", Budget.of(self.budget))
+        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
+            raise ValueError(f"`interval` must be a positive number of tokens, got {self.interval!r}")
+        self.budget.require_at_least(self.allocator.num_sinks + 1)
+
+    def __call__(self, model: PreTrainedModel) -> "EvictionRun":
+        """A context manager; its value is the run.
+
+        Raises:
+            UnsupportedModel: the model has something that the press would get wrong, with the reason.
+        """
+        return EvictionRun(self, model)
+
+
+class EvictionRun(Run):
+    """An `EvictionPress` at work; `events` tells what each compaction kept."""
+
+    def __init__(self, press: EvictionPress, model: PreTrainedModel):
+        super().__init__(model, press.scorer.needs | press.allocator.needs, growth_tokens=press.interval)
+        self.press = press
+        self.events: list[CompactionEvent] = []
+        self.num_events = 0
+        self.event_seconds = 0.0
+
+    @property
+    def bound(self) -> bool:
+        """Whether the budget ever made the press evict something."""
+        return self.num_events > 0
+
+    def compact(self) -> None:
+        """Compact the cache that went through the model last, now."""
+        self._compact(self._request(), "request")
+
+    def before_tokens(self, request: Request, count: int) -> None:
+        if not request.in_prefill and request.decoded_tokens >= self.press.interval:
+            self._compact(request, "interval")
+
+    def after_prefill(self, request: Request) -> None:
+        if self.press.compress_prompt:
+            self._compact(request, "prompt")
+
+    def _owner(self):
+        return self.press
+
+    @torch.no_grad()
+    def _compact(self, request: Request, reason: str) -> None:
+        request.decoded_tokens = 0
+        layers = dict(zip(self._facts.attention, self._layers()))
+        keep = self._keep(list(layers.values()))
+        events = []
+        for index, layer in layers.items():
+            layer_keep = self.press.allocator.layer_keep(keep, index, self._facts.num_layers)
+            if layer.length > int(layer_keep.min()):
+                events.append(self._compact_layer(index, layer, layer_keep))
+        if not events:
+            return
+        event = CompactionEvent(request.num_events, self.seen_tokens, reason, tuple(events))
+        request.num_events += 1
+        self.num_events += 1
+        self.event_seconds += event.seconds
+        if self.press.record_events:
+            self.events.append(event)
+        if self.press.on_event is not None:
+            self.press.on_event(event)
+
+    def _compact_layer(self, index: int, layer: StitchLayer, keep: Tensor) -> LayerEvent:
+        start = time.perf_counter()
+        before = layer.length
+        scaling = self._facts.attention[index].scaling
+        view = layer.view(scaling, self._facts.rotary, index, self._facts.num_layers)
+        scores = self.press.scorer.score(view)
+        _check_scores(self.press.scorer, scores, view.valid)
+        selection = self.press.allocator.allocate(view, scores, keep, layer.slot_state)
+        layer.keep(selection.slots, selection.state)
+        seconds = time.perf_counter() - start
+        return LayerEvent(
+            index, before, layer.length, selection.slots, layer.positions.clone(), selection.details, seconds
+        )
+
+    def _keep(self, layers: list[StitchLayer]) -> Tensor:
+        """`[B]` slots per kv head that each row may hold now."""
+        seen = layers[0].positions.amax(dim=(1, 2)) + 1
+        itemsize = layers[0].keys.element_size()
+        per_slot = sum(x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in layers) * itemsize
+        return self.press.budget.slots(seen, per_slot, least=self.press.allocator.num_sinks + 1)
+
+
+def _require_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, kind) else ""
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}{hint}")
+
+
+def _check_scores(scorer: Scorer, scores: Tensor, valid: Tensor) -> None:
+    if scores.shape != valid.shape or scores.dtype != torch.float32:
+        raise TypeError(
+            f"{type(scorer).__name__}.score must return float32 {tuple(valid.shape)} [B, H, T], got {scores.dtype} "
+            f"{tuple(scores.shape)}"
+        )

@@ -1,0 +1,317 @@
+"""A press at work on one model: hooks, attention function, cache; everything touched is restored on exit."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from kvstitch.presses.attention import chunk_attention, decode_attention
+from kvstitch.presses.cache import Request, StitchLayer
+from kvstitch.presses.model import CACHE_ARGUMENTS, read_model
+from kvstitch.views import Needs
+
+_NAME_PREFIX = "kvstitch_"
+_run_numbers = itertools.count()
+
+
+class Run:
+    """One press on one model, from the entry of the `with` block to its exit.
+
+    What a run shows (`stored_tokens`, `positions`, …) is about the cache that went through the model last, and stays
+    readable after the block.
+    """
+
+    def __init__(self, model: PreTrainedModel, needs: Needs, growth_tokens: int):
+        self.model = model
+        self._needs = needs
+        self._growth_tokens = growth_tokens
+        # The RoPE is read even if no part asks for it: a model without one that we understand is refused.
+        self._facts = read_model(model, needs)
+        self._layer_of_module = {module: index for index, module in self._facts.attention.items()}
+        self._cache: Cache | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._user_attention = "sdpa"
+        self._use_stock = False
+        self._forwards = 0
+        self._slots_summed = 0.0
+        self.peak_tokens = 0
+
+    # -- what users read --------------------------------------------------------------------------------------------
+
+    @property
+    def stored_tokens(self) -> list[int]:
+        """Slots now stored in each compressed layer (its largest head)."""
+        return [layer.length for layer in self._layers()]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the storage behind all keys and values of the compressed layers, room for growth included."""
+        return sum(layer.stored_bytes for layer in self._layers())
+
+    @property
+    def seen_tokens(self) -> int:
+        """Logical length of the sequence in the cache, padding included."""
+        layers = self._layers()
+        return layers[0].seen_tokens if layers else 0
+
+    @property
+    def mean_tokens(self) -> float:
+        """Stored slots, averaged over layers and over all forwards of this run."""
+        return self._slots_summed / self._forwards if self._forwards else 0.0
+
+    def positions(self, layer: int) -> Tensor:
+        """`[B, H, T]` int64: the logical position that each slot of a decoder layer holds, -1 where it is empty.
+
+        Raises:
+            ValueError: the layer is not one that the press compresses.
+        """
+        if layer not in self._facts.attention:
+            raise ValueError(f"layer {layer} is not compressed; compressed layers are {sorted(self._facts.attention)}")
+        if self._cache is None:
+            raise RuntimeError("nothing has run through the model yet")
+        return self._cache.layers[layer].positions
+
+    # -- entering and leaving ---------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        self._install()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._uninstall()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model as it was before the press, for as long as the block lasts (a dense forward in between)."""
+        self._uninstall()
+        try:
+            yield
+        finally:
+            self._install()
+
+    def _install(self) -> None:
+        config = self._facts.decoder.config
+        self._user_attention = config._attn_implementation
+        if str(self._user_attention).startswith(_NAME_PREFIX):
+            raise RuntimeError("another press is at work on this model; leave its `with` block first")
+        name = f"{_NAME_PREFIX}{next(_run_numbers)}"
+        AttentionInterface.register(name, self._attention)
+        AttentionMaskInterface.register(name, self._mask)
+        config._attn_implementation = name
+        before = self._facts.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        after = self._facts.decoder.register_forward_hook(self._after_forward, always_call=True)
+        self._undo = [
+            before.remove,
+            after.remove,
+            lambda: setattr(config, "_attn_implementation", self._user_attention),
+            lambda: AttentionInterface._global_mapping.pop(name),
+            lambda: AttentionMaskInterface._global_mapping.pop(name),
+            self._guard_generate(),
+        ]
+
+    def _uninstall(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        for layer in self._layers():
+            layer.request.announced = False
+
+    def _guard_generate(self) -> Callable[[], None]:
+        """Put a check in front of `model.generate`, which would otherwise run for a while before it fails."""
+        generate = self.model.generate
+        had_own = "generate" in vars(self.model)
+
+        def guarded(*args, **kwargs):
+            config = kwargs.get("generation_config") or self.model.generation_config
+            for option in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+                if kwargs.get(option, getattr(config, option, None)) is not None:
+                    raise NotImplementedError(
+                        f"assisted decoding ({option}) rolls the cache back, which eviction cannot undo; generate without it"
+                    )
+            implementation = kwargs.get("cache_implementation", config.cache_implementation)
+            if implementation not in (None, "dynamic", "dynamic_full"):
+                raise NotImplementedError(
+                    f"cache_implementation={implementation!r} cannot be compacted; leave it out, the press needs a dynamic cache"
+                )
+            return generate(*args, **kwargs)
+
+        self.model.generate = guarded
+        if had_own:
+            return lambda: setattr(self.model, "generate", generate)
+        return lambda: delattr(self.model, "generate")
+
+    # -- around each forward ----------------------------------------------------------------------------------------
+
+    def before_tokens(self, request: Request, count: int) -> None:
+        """Called before `count` new tokens enter the cache; presses compact here."""
+
+    def after_prefill(self, request: Request) -> None:
+        """Called once, when the prompt is complete and before the first decoded token enters."""
+
+    def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        arguments = dict(zip(self._facts.argument_names, args)) | kwargs
+        cache = next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+        use_cache = arguments.get("use_cache")
+        if not (decoder.config.use_cache if use_cache is None else use_cache) and cache is None:
+            self._cache = None
+            return args, kwargs
+        if cache is None:
+            cache = DynamicCache(config=decoder.config)
+            arguments[self._facts.cache_argument] = cache
+        request = self._admit(cache)
+        tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        self._advance(request, tokens.shape[1])
+        self._announce(request, tokens, arguments.get("attention_mask"), arguments.get("position_ids"))
+        layers = self._layers()
+        self._use_stock = tokens.shape[1] > 1 and not any(layer.was_compacted for layer in layers)
+        return (), arguments
+
+    def _after_forward(self, decoder: nn.Module, args: tuple, output) -> None:
+        layers = self._layers()
+        if not layers:
+            return
+        layers[0].request.announced = False
+        lengths = [layer.length for layer in layers]
+        self._forwards += 1
+        self._slots_summed += sum(lengths) / len(lengths)
+        self.peak_tokens = max(self.peak_tokens, max(lengths))
+
+    def _admit(self, cache: Cache) -> Request:
+        """Put our layers in place of the full-attention layers of a cache, in place, and return what they share."""
+        self._cache = cache
+        full = self._facts.attention
+        ours = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StitchLayer)]
+        if ours:
+            if ours[0].owner is not self._owner():
+                self._take_over(ours)
+            return ours[0].request
+        _refuse_cache(cache)
+        request = Request()
+        stock = cache.layers or DynamicCache(config=self._facts.decoder.config).layers
+        for index in full:
+            layer = StitchLayer(request, self._needs, self._facts.rotary, self._growth_tokens)
+            layer.owner = self._owner()
+            if stock[index].is_initialized and stock[index].get_seq_length() > 0:
+                layer.update(stock[index].keys, stock[index].values)
+            stock[index] = layer
+        cache.layers = stock
+        cache.layer_class_to_replicate = None
+        return request
+
+    def _owner(self):
+        """Whose state the layers carry; a press that comes back to its cache finds it as it was."""
+        return self
+
+    def _take_over(self, layers: list[StitchLayer]) -> None:
+        for layer in layers:
+            layer.serve(self._needs, self._facts.rotary, self._growth_tokens)
+            layer.owner = self._owner()
+
+    def _advance(self, request: Request, count: int) -> None:
+        if request.in_prefill and count == 1 and self.seen_tokens > 0:
+            self.end_prefill()
+        self.before_tokens(request, count)
+        if not request.in_prefill:
+            request.decoded_tokens += count
+
+    def end_prefill(self) -> None:
+        """Say that the prompt is complete; a single new token says it too. Needed only before teacher-forced chunks."""
+        request = self._request()
+        if request.in_prefill:
+            request.in_prefill = False
+            self.after_prefill(request)
+
+    def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
+        """Tell the layers which positions arrive, so that they know them without a look at the model's arguments."""
+        batch, count = tokens.shape[:2]
+        if position_ids is None:
+            start = self.seen_tokens
+            position_ids = torch.arange(start, start + count, device=tokens.device)[None]
+        if position_ids.dim() != 2:
+            raise NotImplementedError(f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]")
+        positions = position_ids.expand(batch, -1)
+        request.has_padding = False
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2:
+                raise NotImplementedError(
+                    "a press needs the 2-D attention mask [B, N] (1 = token, 0 = padding); a custom mask cannot follow "
+                    f"the slots through evictions, got {_describe(mask)}"
+                )
+            real = mask[:, -count:].to(device=positions.device, dtype=torch.bool)
+            # A decode step on a GPU must not wait for the device: one decoded token is taken to be real there unless the
+            # request has padding anyway.
+            if count > 1 or mask.device.type == "cpu" or self._layers()[0].has_empty:
+                request.has_padding = True if count == 1 and mask.device.type != "cpu" else not bool(real.all())
+                positions = torch.where(real, positions, -1)
+        request.positions = positions
+        request.announced = True
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def _attention(self, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        index = self._layer_of_module.get(module)
+        if index is None or self._cache is None:
+            stock = self._user_function(module)
+            return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        layer = self._cache.layers[index]
+        layer.query_memory.remember(query, layer.request.positions)
+        if self._use_stock:
+            stock = self._user_function(module)
+            return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        scaling = module.scaling if scaling is None else scaling
+        extras = {"softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
+        if query.shape[2] == 1:
+            out = self.decode(layer, query, scaling, extras)
+        else:
+            out = chunk_attention(query, key, value, layer.bias, scaling, **extras)
+        return out.transpose(1, 2).contiguous(), None
+
+    def decode(self, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
+        """Attention of one new token, `[B, Q, 1, D]`; presses that read a part of the cache override it."""
+        return decode_attention(query, layer.keys, layer.values, layer.bias, scaling, **extras)
+
+    def _mask(self, *args, **kwargs):
+        """The user's own mask wherever the user's own attention will run; our attention builds none at all."""
+        if self._use_stock or self._cache is None or kwargs.get("local_size") is not None:
+            function = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self._user_attention)
+            return None if function is None else function(*args, **kwargs)
+        if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function and self._request().positions.shape[1] > 1:
+            raise NotImplementedError("a model with a mask of its own (not plain causal) cannot go on after a compaction")
+        return None
+
+    def _user_function(self, module: nn.Module) -> Callable:
+        modeling = sys.modules[type(module).__module__]
+        functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+        return functions.get(self._user_attention, getattr(modeling, "eager_attention_forward", None))
+
+    def _layers(self) -> list[StitchLayer]:
+        if self._cache is None:
+            return []
+        return [self._cache.layers[index] for index in self._facts.attention]
+
+    def _request(self) -> Request:
+        if self._cache is None:
+            raise RuntimeError("nothing has run through the model yet")
+        return self._layers()[0].request
+
+
+def _refuse_cache(cache: Cache) -> None:
+    kinds = {type(layer) for layer in getattr(cache, "layers", ())}
+    foreign = kinds - {DynamicLayer, DynamicSlidingWindowLayer}
+    if foreign or type(cache) is not DynamicCache and not isinstance(cache, DynamicCache):
+        names = ", ".join(sorted(kind.__name__ for kind in foreign)) or type(cache).__name__
+        raise NotImplementedError(
+            f"a press compacts dynamic caches; static, quantised and encoder-decoder caches cannot be compacted, got {names}"
+        )
+    if getattr(cache, "offloading", False):
+        raise NotImplementedError("a press does not support offloaded caches: keys and values must stay on the device")
+
+
+def _describe(mask) -> str:
+    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
