@@ -184,14 +184,16 @@ class Run:
 
     def _admit(self, cache: Cache) -> Request:
         """Put our layers in place of the full-attention layers of a cache, in place, and return what they share."""
-        self._cache = cache
+        self._cache = None
         full = self._facts.attention
         ours = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StitchLayer)]
         if ours:
             if ours[0].owner is not self._owner():
                 self._take_over(ours)
+            self._cache = cache
             return ours[0].request
         _refuse_cache(cache)
+        self._cache = cache
         request = Request()
         stock = cache.layers or DynamicCache(config=self._facts.decoder.config).layers
         for index in full:
@@ -302,9 +304,8 @@ class Run:
 
 
 def _refuse_cache(cache: Cache) -> None:
-    kinds = {type(layer) for layer in getattr(cache, "layers", ())}
-    foreign = kinds - {DynamicLayer, DynamicSlidingWindowLayer}
-    if foreign or type(cache) is not DynamicCache and not isinstance(cache, DynamicCache):
+    foreign = {type(layer) for layer in getattr(cache, "layers", ())} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if foreign or not isinstance(cache, DynamicCache):
         names = ", ".join(sorted(kind.__name__ for kind in foreign)) or type(cache).__name__
         raise NotImplementedError(
             f"a press compacts dynamic caches; static, quantised and encoder-decoder caches cannot be compacted, got {names}"
