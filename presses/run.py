@@ -263,18 +263,23 @@ class Run:
             return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         layer = self._cache.layers[index]
         layer.query_memory.remember(query, layer.request.positions)
+        if query.shape[2] > 1:
+            self.observe_chunk(index, layer, query)
         if self._use_stock:
             stock = self._user_function(module)
             return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         scaling = module.scaling if scaling is None else scaling
         extras = {"softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
         if query.shape[2] == 1:
-            out = self.decode(layer, query, scaling, extras)
+            out = self.decode(index, layer, query, scaling, extras)
         else:
             out = chunk_attention(query, key, value, layer.bias, scaling, **extras)
         return out.transpose(1, 2).contiguous(), None
 
-    def decode(self, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
+    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> None:
+        """Called with the queries `[B, Q, N, D]` of every forward of several tokens; their keys are in the layer."""
+
+    def decode(self, index: int, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
         """Attention of one new token, `[B, Q, 1, D]`; presses that read a part of the cache override it."""
         return decode_attention(query, layer.keys, layer.values, layer.bias, scaling, **extras)
 
