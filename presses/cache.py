@@ -47,7 +47,9 @@ class StitchLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, request: Request, needs: Needs = Needs(), rotary: Rotary | None = None, growth_tokens: int = 256):
+    def __init__(
+        self, request: Request, needs: Needs = Needs(), rotary: Rotary | None = None, growth_tokens: int = 256
+    ):
         super().__init__()
         self.request = request
         self.owner: object | None = None

@@ -66,7 +66,9 @@ def read_model(model: PreTrainedModel, needs: Needs) -> ModelFacts:
     modules = {module.layer_idx: module for module in decoder.modules() if _is_attention(module)}
     missing = [index for index in full if index not in modules]
     if missing:
-        raise UnsupportedModel(f"found no attention module with a scaling for layers {missing} of {type(decoder).__name__}")
+        raise UnsupportedModel(
+            f"found no attention module with a scaling for layers {missing} of {type(decoder).__name__}"
+        )
     if needs.rotary or needs.statistics:
         require_fixed_frequencies(decoder)
     parameters = inspect.signature(type(decoder).forward).parameters
@@ -89,7 +91,9 @@ def _refuse_architecture(model: PreTrainedModel, config) -> None:
             f"{name} does not call its attention through transformers' attention interface, so a press cannot take hold"
         )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"the last layers of {name} read the keys of earlier ones; evicting there is not supported")
+        raise UnsupportedModel(
+            f"the last layers of {name} read the keys of earlier ones; evicting there is not supported"
+        )
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode: call model.eval() first, a press serves inference")
 

@@ -86,7 +86,9 @@ class QueryMemory:
         if self._queries is None or count == 0:
             return
         if self._needs.statistics:
-            raise RuntimeError("query statistics cannot be rolled back: the scorer's sums already hold the removed tokens")
+            raise RuntimeError(
+                "query statistics cannot be rolled back: the scorer's sums already hold the removed tokens"
+            )
         index = (self._next - 1 - torch.arange(min(count, self._size), device=self._positions.device)) % self._size
         self._positions[:, index] = -1
         self._next = (self._next - count) % self._size

@@ -236,7 +236,9 @@ class Run:
             start = self.seen_tokens
             position_ids = torch.arange(start, start + count, device=tokens.device)[None]
         if position_ids.dim() != 2:
-            raise NotImplementedError(f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]")
+            raise NotImplementedError(
+                f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]"
+            )
         positions = position_ids.expand(batch, -1)
         request.has_padding = False
         if mask is not None:
@@ -288,8 +290,13 @@ class Run:
         if self._use_stock or self._cache is None or kwargs.get("local_size") is not None:
             function = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self._user_attention)
             return None if function is None else function(*args, **kwargs)
-        if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function and self._request().positions.shape[1] > 1:
-            raise NotImplementedError("a model with a mask of its own (not plain causal) cannot go on after a compaction")
+        if (
+            kwargs.get("mask_function", causal_mask_function) is not causal_mask_function
+            and self._request().positions.shape[1] > 1
+        ):
+            raise NotImplementedError(
+                "a model with a mask of its own (not plain causal) cannot go on after a compaction"
+            )
         return None
 
     def _user_function(self, module: nn.Module) -> Callable:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from kvstitch.presses import Budget, EvictionPress
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvstitch.presses import EvictionPress
 
 GREEDY = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
@@ -80,7 +81,9 @@ def test_chunked_prefill_is_the_whole_prefill(model, random_tokens, key_hash, sh
 
 
 @pytest.mark.parametrize("shape", ["equal", "ragged"])
-def test_second_generate_on_the_compacted_cache(model, left_padded, random_tokens, key_hash, shaped_topk, gold_logits, shape):
+def test_second_generate_on_the_compacted_cache(
+    model, left_padded, random_tokens, key_hash, shaped_topk, gold_logits, shape
+):
     from transformers import DynamicCache
 
     ids, mask, _ = left_padded([26, 19])
@@ -120,8 +123,14 @@ def test_beam_rows_carry_their_own_slots(llama, random_tokens, key_hash, shaped_
     ids = random_tokens(1, 20)
     with EvictionPress(key_hash, shaped_topk(), budget=9, interval=50, compress_prompt=True)(llama) as run:
         out = llama.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, num_beams=4, num_return_sequences=4,
-            do_sample=False, return_dict_in_generate=True, output_scores=True,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            num_beams=4,
+            num_return_sequences=4,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
         )
     sequences = out.sequences
     gold = gold_logits(llama, sequences, torch.ones_like(sequences), run.events).log_softmax(-1)
@@ -136,5 +145,7 @@ def test_sampling_with_a_seed_repeats(llama, random_tokens, key_hash, shaped_top
     for _ in range(2):
         torch.manual_seed(3)
         with EvictionPress(key_hash, shaped_topk(), budget=8, interval=4)(llama):
-            outputs.append(llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=True))
+            outputs.append(
+                llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=True)
+            )
     assert torch.equal(*outputs)

@@ -5,8 +5,6 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    BertConfig,
-    BertLMHeadModel,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,7 +31,9 @@ def fingerprint(model):
 
 
 def generate(model, ids, **options):
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, **options)
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, **options
+    )
 
 
 @pytest.fixture
@@ -94,7 +94,9 @@ def test_an_exception_leaves_nothing_behind(llama, random_tokens, press, moment)
     def fail_event(event):
         raise ZeroDivisionError("on purpose")
 
-    broken = EvictionPress(press.scorer, press.allocator, 9, interval=5, on_event=fail_event) if moment == "event" else press
+    broken = (
+        EvictionPress(press.scorer, press.allocator, 9, interval=5, on_event=fail_event) if moment == "event" else press
+    )
     hook = llama.model.layers[2].register_forward_pre_hook(fail, with_kwargs=True) if moment != "event" else None
     with pytest.raises(ZeroDivisionError), broken(llama):
         generate(llama, ids)
@@ -149,7 +151,9 @@ def test_leaving_the_press_keeps_an_unpadded_cache_usable(llama, random_tokens, 
         with press(llama) as run:
             llama(ids[:, :30], past_key_values=cache, use_cache=True)
             llama(ids[:, 30:31], past_key_values=cache, use_cache=True)
-        logits = llama(ids[:, 31:], past_key_values=cache, use_cache=True, position_ids=torch.arange(31, 40)[None]).logits
+        logits = llama(
+            ids[:, 31:], past_key_values=cache, use_cache=True, position_ids=torch.arange(31, 40)[None]
+        ).logits
     gold = gold_logits(llama, ids, torch.ones_like(ids), run.events)[:, 31:]
     assert (logits - gold).abs().max() < 1e-4
 
@@ -216,11 +220,26 @@ def small(config_class, **options):
 @pytest.mark.parametrize(
     "build, reason",
     [
-        (lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)), "encoder-decoder"),
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)), "RoPE|rotary|attention module"),
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+            ),
+            "encoder-decoder",
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)),
+            "RoPE|rotary|attention module",
+        ),
         (
             lambda: MistralForCausalLM(
-                small(MistralConfig, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, sliding_window=8)
+                small(
+                    MistralConfig,
+                    hidden_size=16,
+                    intermediate_size=16,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    sliding_window=8,
+                )
             ),
             "sliding window",
         ),
