@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from jaxtyping import Float32, Int64
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from kvstitch.views import LayerView, Needs
@@ -16,12 +16,14 @@ class Selection:
     Args:
         slots: `[B, H, K]` slots of the view, strictly ascending in each head, then -1 where a head or row keeps fewer
             than K.
+        hidden: slots that stay stored but are never attended to again (a simulated eviction that frees no memory).
         state: tensors `[B, H, K, ...]` aligned with `slots` that the allocator wants back at its next event, by name.
             The cache carries them with the slots through further appends, beams and batch changes.
         details: what the events show and plots draw (quotas, boundaries, mass), by name.
     """
 
     slots: Int64[Tensor, "B H K"]
+    hidden: Bool[Tensor, "B H K"] | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     details: dict[str, Tensor] = field(default_factory=dict)
 

@@ -208,13 +208,14 @@ class StitchLayer(CacheLayerMixin):
             rotary=rotary,
         )
 
-    def keep(self, slots: Tensor, state: dict[str, Tensor] | None = None) -> None:
+    def keep(self, slots: Tensor, state: dict[str, Tensor] | None = None, hidden: Tensor | None = None) -> None:
         """Keep only `slots` `[B, H, K]`, ascending in each head, -1 where a head or row keeps fewer than K.
 
-        The storage afterwards holds exactly K slots per head: what was evicted is given back at once. `state` is what the
-        allocator wants carried along, aligned with `slots`.
+        The storage afterwards holds exactly K slots per head: what was evicted is given back at once. `state` is what
+        the allocator wants carried along, aligned with `slots`. Slots marked in `hidden` `[B, H, K]` stay stored but
+        count as empty from now on: nothing attends to them again.
         """
-        empty = slots < 0
+        empty = slots < 0 if hidden is None else (slots < 0) | hidden
         source = slots.clamp(min=0)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
         heads = torch.arange(slots.shape[1], device=slots.device)[None, :, None]

@@ -63,8 +63,7 @@ class EvictionRun(Run):
     """An `EvictionPress` at work; `events` tells what each compaction kept."""
 
     def __init__(self, press: EvictionPress, model: PreTrainedModel):
-        super().__init__(model, press.scorer.needs | press.allocator.needs, growth_tokens=press.interval)
-        self.press = press
+        super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens=press.interval)
         self.events: list[CompactionEvent] = []
         self.num_events = 0
         self.event_seconds = 0.0
@@ -85,9 +84,6 @@ class EvictionRun(Run):
     def after_prefill(self, request: Request) -> None:
         if self.press.compress_prompt:
             self._compact(request, "prompt")
-
-    def _owner(self):
-        return self.press
 
     @torch.no_grad()
     def _compact(self, request: Request, reason: str) -> None:
@@ -117,8 +113,8 @@ class EvictionRun(Run):
         view = layer.view(scaling, self._facts.rotary, index, self._facts.num_layers)
         scores = self.press.scorer.score(view)
         _check_scores(self.press.scorer, scores, view.valid)
-        selection = self.press.allocator.allocate(view, scores, keep, layer.slot_state)
-        layer.keep(selection.slots, selection.state)
+        selection = self.press.allocator.allocate(view, scores, keep.to(view.keys.device), layer.slot_state)
+        layer.keep(selection.slots, selection.state, selection.hidden)
         seconds = time.perf_counter() - start
         return LayerEvent(
             index, before, layer.length, selection.slots, layer.positions.clone(), selection.details, seconds

@@ -32,7 +32,7 @@ class QueryMemory:
         """Take in the queries `[B, Q, N, D]` of one forward; positions `[B, N]`, -1 for padding."""
         if self._size == 0:
             return
-        query = query.detach()
+        query, positions = query.detach(), positions.to(query.device)
         if self._queries is None:
             batch, heads, _, dim = query.shape
             self._queries = query.new_zeros(batch, heads, self._size, dim)

@@ -27,7 +27,8 @@ class Run:
     readable after the block.
     """
 
-    def __init__(self, model: PreTrainedModel, needs: Needs, growth_tokens: int):
+    def __init__(self, press: object, model: PreTrainedModel, needs: Needs, growth_tokens: int):
+        self.press = press
         self.model = model
         self._needs = needs
         self._growth_tokens = growth_tokens
@@ -188,7 +189,8 @@ class Run:
         full = self._facts.attention
         ours = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StitchLayer)]
         if ours:
-            if ours[0].owner is not self._owner():
+            # Compared by value: a deep copy of the cache still belongs to this press.
+            if ours[0].owner != self.press:
                 self._take_over(ours)
             self._cache = cache
             return ours[0].request
@@ -198,7 +200,7 @@ class Run:
         stock = cache.layers or DynamicCache(config=self._facts.decoder.config).layers
         for index in full:
             layer = StitchLayer(request, self._needs, self._facts.rotary, self._growth_tokens)
-            layer.owner = self._owner()
+            layer.owner = self.press
             if stock[index].is_initialized and stock[index].get_seq_length() > 0:
                 layer.update(stock[index].keys, stock[index].values)
             stock[index] = layer
@@ -206,14 +208,10 @@ class Run:
         cache.layer_class_to_replicate = None
         return request
 
-    def _owner(self):
-        """Whose state the layers carry; a press that comes back to its cache finds it as it was."""
-        return self
-
     def _take_over(self, layers: list[StitchLayer]) -> None:
         for layer in layers:
             layer.serve(self._needs, self._facts.rotary, self._growth_tokens)
-            layer.owner = self._owner()
+            layer.owner = self.press
 
     def _advance(self, request: Request, count: int) -> None:
         if request.in_prefill and count == 1 and self.seen_tokens > 0:

@@ -144,6 +144,23 @@ def test_a_cache_filled_before_the_press_is_taken_over(llama, random_tokens, key
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5
 
 
+def test_a_copied_cache_goes_on_like_the_original(llama, random_tokens, press):
+    """One prompt, several continuations: copies share nothing, and the copy keeps what the press had stored in it."""
+    import copy
+
+    ids = random_tokens(1, 40)
+    with press(llama), torch.no_grad():
+        cache = DynamicCache(config=llama.config)
+        llama(ids[:, :30], past_key_values=cache, use_cache=True)
+        llama(ids[:, 30:31], past_key_values=cache, use_cache=True)
+        twin = copy.deepcopy(cache)
+        logits = [llama(ids[:, i : i + 1], past_key_values=cache).logits for i in range(31, 40)]
+        again = [llama(ids[:, i : i + 1], past_key_values=twin).logits for i in range(31, 40)]
+    assert torch.equal(torch.cat(logits), torch.cat(again))
+    assert torch.equal(cache.layers[0].positions, twin.layers[0].positions)
+    assert cache.layers[0].keys.data_ptr() != twin.layers[0].keys.data_ptr()
+
+
 def test_leaving_the_press_keeps_an_unpadded_cache_usable(llama, random_tokens, press, gold_logits):
     ids = random_tokens(1, 40)
     cache = DynamicCache(config=llama.config)
