@@ -1,0 +1,246 @@
+"""Offline query statistics for TriAttention: what calibration stores, and the checks when it is read back."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import safetensors
+import torch
+from jaxtyping import Bool, Complex64, Float32, Float64, Int64
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvstitch.views import QueryStatistics, Rotary
+
+UNKNOWN_COUNT = -1
+_FORMAT = "kvstitch.tri_attention.1"
+_TENSORS = ("m_re", "m_im", "a", "count", "inv_freq")
+_TEXTS = ("attention_scaling", "layout", "model", "dtype", "text_sha256")
+
+
+@dataclass(frozen=True, eq=False)
+class TriAttentionStatistics:
+    """Mean and mean modulus of each head's pre-RoPE queries per frequency (TriAttention, arXiv 2604.04921).
+
+    Args:
+        mean: `[L, Q, F]` complex mean of q (after q-norm, before RoPE).
+        modulus: `[L, Q, F]` mean of |q|, never below |mean|.
+        count: `[L, Q]` queries behind each head: 0 where there are none, -1 where the source does not tell.
+        inverse_frequencies: `[F]` of the model that was calibrated.
+        attention_scaling: of that model's RoPE.
+        interleaved: layout of that model's RoPE.
+        model: its name or path, for people.
+        dtype: it computed in, for people.
+        text_sha256: of the calibration text, for people.
+
+    Raises: ValueError for shapes that do not belong together, numbers that are not finite, or |mean| above modulus.
+    """
+
+    mean: Complex64[Tensor, "L Q F"]
+    modulus: Float32[Tensor, "L Q F"]
+    count: Int64[Tensor, "L Q"]
+    inverse_frequencies: Float64[Tensor, "F"]
+    attention_scaling: float
+    interleaved: bool
+    model: str = ""
+    dtype: str = ""
+    text_sha256: str = ""
+
+    def __post_init__(self):
+        layers, heads, frequencies = self.mean.shape
+        expected = {
+            "modulus": (layers, heads, frequencies),
+            "count": (layers, heads),
+            "inverse_frequencies": (frequencies,),
+        }
+        for name, shape in expected.items():
+            actual = tuple(getattr(self, name).shape)
+            if actual != shape:
+                raise ValueError(f"{name} must have shape {list(shape)} to go with mean, got {list(actual)}")
+        if not (self.mean.abs().isfinite().all() and self.modulus.isfinite().all()):
+            raise ValueError("statistics hold numbers that are not finite; calibrate again")
+        if (self.mean.abs() > self.modulus * 1.001 + 1e-6).any():
+            raise ValueError("statistics hold a mean longer than the mean modulus, which no queries can have")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every head of every layer has statistics."""
+        return bool((self.count != 0).all())
+
+    def layer(
+        self, layer_idx: int, device: torch.device
+    ) -> tuple[Complex64[Tensor, "1 Q F"], Float32[Tensor, "1 Q F"], Bool[Tensor, "1 Q 1"]]:
+        """Mean, mean modulus, and whether the head is covered, on `device`."""
+        covered = (self.count[layer_idx] != 0)[None, :, None]
+        return self.mean[layer_idx].to(device)[None], self.modulus[layer_idx].to(device)[None], covered.to(device)
+
+    def check(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+        """Raise `ValueError` unless the statistics can belong to the live model."""
+        layers, heads, frequencies = self.mean.shape
+        source = f"statistics of {self.model!r}" if self.model else "statistics"
+        if layers != num_layers or heads % num_kv_heads:
+            raise ValueError(
+                f"{source} cover {layers} layers of {heads} query heads, the model has {num_layers} layers and "
+                f"{num_kv_heads} kv heads; calibrate this model"
+            )
+        if self.interleaved != rotary.interleaved:
+            raise ValueError(
+                f"{source} pair dims as {_layout(self.interleaved)!r}, the model's RoPE as "
+                f"{_layout(rotary.interleaved)!r}; calibrate this model"
+            )
+        live = rotary.inverse_frequencies.to("cpu", torch.float64)
+        if live.shape[0] != frequencies:
+            raise ValueError(
+                f"{source} hold {frequencies} frequencies, the model's RoPE {live.shape[0]}; calibrate this model"
+            )
+        if not torch.allclose(live, self.inverse_frequencies, rtol=1e-5, atol=0):
+            worst = ((live - self.inverse_frequencies).abs() / self.inverse_frequencies).max()
+            raise ValueError(
+                f"{source} were taken at other RoPE frequencies (off by {worst:.1%}); calibrate this model"
+            )
+        if abs(self.attention_scaling - rotary.attention_scaling) > 1e-5:
+            raise ValueError(
+                f"{source} were taken with attention scaling {self.attention_scaling}, the model has "
+                f"{rotary.attention_scaling}; calibrate this model"
+            )
+
+    def save(self, path: str | PathLike) -> None:
+        """Write a safetensors file; folders on the way are made."""
+        tensors = {
+            "m_re": self.mean.real.contiguous(),
+            "m_im": self.mean.imag.contiguous(),
+            "a": self.modulus.contiguous(),
+            "count": self.count.contiguous(),
+            "inv_freq": self.inverse_frequencies.contiguous(),
+        }
+        metadata = {
+            "format": _FORMAT,
+            "attention_scaling": repr(self.attention_scaling),
+            "layout": _layout(self.interleaved),
+            "model": self.model,
+            "dtype": self.dtype,
+            "text_sha256": self.text_sha256,
+        }
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> "TriAttentionStatistics":
+        """Read what `save` wrote.
+
+        Raises: FileNotFoundError; ValueError if the file is not safetensors, of another kind, or fails the checks.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no TriAttention statistics at {path}; scripts/calibrate.py writes them")
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{path} is not a safetensors file ({error}); for a .pt file of the TriAttention authors use "
+                "TriAttentionStatistics.from_authors_file"
+            ) from error
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}")
+        missing = [name for name in _TENSORS if name not in tensors] + [name for name in _TEXTS if name not in metadata]
+        if missing:
+            raise ValueError(f"{path} lacks {', '.join(missing)}")
+        return cls(
+            mean=torch.complex(tensors["m_re"], tensors["m_im"]),
+            modulus=tensors["a"],
+            count=tensors["count"],
+            inverse_frequencies=tensors["inv_freq"],
+            attention_scaling=float(metadata["attention_scaling"]),
+            interleaved=metadata["layout"] == _layout(True),
+            model=metadata["model"],
+            dtype=metadata["dtype"],
+            text_sha256=metadata["text_sha256"],
+        )
+
+    @classmethod
+    def from_running(
+        cls,
+        layers: Sequence[QueryStatistics | None],
+        rotary: Rotary,
+        model: str = "",
+        dtype: str = "",
+        text_sha256: str = "",
+    ) -> "TriAttentionStatistics":
+        """From the running sums of a calibration pass, one entry a layer, rows of a batch added up.
+
+        Args:
+            layers: None for a layer without statistics (sliding attention).
+        """
+        known = [layer for layer in layers if layer is not None]
+        if not known:
+            raise ValueError("layers must hold the statistics of at least one layer, got none")
+        heads, frequencies = known[0].total.shape[1:]
+        mean = torch.zeros(len(layers), heads, frequencies, dtype=torch.complex64)
+        modulus = torch.zeros(len(layers), heads, frequencies)
+        count = torch.zeros(len(layers), heads, dtype=torch.int64)
+        for index, layer in enumerate(layers):
+            if layer is None:
+                continue
+            queries = layer.count.sum().cpu()
+            count[index] = queries
+            mean[index] = layer.total.sum(dim=0).cpu() / queries.clamp(min=1)
+            modulus[index] = layer.modulus.sum(dim=0).cpu() / queries.clamp(min=1)
+        frequencies = rotary.inverse_frequencies.to("cpu", torch.float64)
+        return cls(
+            mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, model, dtype, text_sha256
+        )
+
+    @classmethod
+    def from_authors_file(
+        cls, path: str | PathLike, rotary: Rotary, num_layers: int, num_query_heads: int
+    ) -> "TriAttentionStatistics":
+        """Read a `.pt` file of the authors of TriAttention (github.com/WeianMao/triattention).
+
+        Those files hold no frequencies: whether they belong to `rotary` cannot be checked beyond shape and layout, and
+        for models with q-norm nobody can tell whether it was applied. Heads that the file lacks are left uncovered.
+
+        Args:
+            rotary: of the live model that the file is meant for.
+
+        Raises: ValueError if the file has another structure, or a head, layout or width that the model lacks.
+        """
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or not isinstance(content.get("stats"), dict) or not content["stats"]:
+            raise ValueError(f"{path} is no TriAttention statistics file: it has no entry 'stats' with heads")
+        style = content.get("metadata", {}).get("rope_style", "half")
+        if style != _layout(rotary.interleaved):
+            raise ValueError(f"{path} pairs dims as {style!r}, the model's RoPE as {_layout(rotary.interleaved)!r}")
+
+        frequencies = rotary.inverse_frequencies.to("cpu", torch.float64)
+        mean = torch.zeros(num_layers, num_query_heads, len(frequencies), dtype=torch.complex64)
+        modulus = torch.zeros(num_layers, num_query_heads, len(frequencies))
+        count = torch.zeros(num_layers, num_query_heads, dtype=torch.int64)
+        for key, entry in content["stats"].items():
+            layer, head = _place_of(key, num_layers, num_query_heads, path)
+            if entry["q_abs_mean"].shape != frequencies.shape:
+                raise ValueError(
+                    f"{path}: {key} holds {list(entry['q_abs_mean'].shape)} frequencies, the model's RoPE "
+                    f"{list(frequencies.shape)}"
+                )
+            mean[layer, head] = torch.complex(entry["q_mean_real"].float(), entry["q_mean_imag"].float())
+            modulus[layer, head] = entry["q_abs_mean"].float()
+            count[layer, head] = UNKNOWN_COUNT
+        name = str(content.get("metadata", {}).get("model_name", ""))
+        return cls(mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, name)
+
+
+def _layout(interleaved: bool) -> str:
+    return "interleaved" if interleaved else "half"
+
+
+def _place_of(key: str, num_layers: int, num_query_heads: int, path: str | PathLike) -> tuple[int, int]:
+    match = re.fullmatch(r"layer(\d+)_head(\d+)", key)
+    if match is None:
+        raise ValueError(f"{path}: entry {key!r} is not named layerNN_headNN")
+    layer, head = int(match[1]), int(match[2])
+    if layer >= num_layers or head >= num_query_heads:
+        raise ValueError(f"{path}: {key} does not exist in a model of {num_layers} layers with {num_query_heads} heads")
+    return layer, head
