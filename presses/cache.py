@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +10,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvstitch.presses.queries import QueryMemory
 from kvstitch.views import LayerView, Needs, Rotary
+
+
+class LayerAttachment(Protocol):
+    """What a press keeps in a layer beside its slots, such as an index over them."""
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a batch operation (reorder, repeat, select) to everything held."""
+
+    def detach(self, layer: "StitchLayer") -> None:
+        """Puts the layer back into the order in which its tokens came, for whoever uses it next."""
 
 
 @dataclass
@@ -58,6 +69,7 @@ class StitchLayer(CacheLayerMixin):
         self._bias: Tensor | None = None
         self.query_memory = QueryMemory(needs, rotary)
         self.slot_state: dict[str, Tensor] = {}
+        self.index: LayerAttachment | None = None
         self.length = 0
         self.seen_tokens = 0
         self.evicted_at = 0
@@ -138,6 +150,7 @@ class StitchLayer(CacheLayerMixin):
                 f"cannot roll the cache back to {target} tokens: slots were evicted at {self.evicted_at} tokens and what "
                 "was evicted cannot be restored"
             )
+        self._drop_index()
         removed = self.seen_tokens - target
         self.query_memory.forget_newest(removed)
         self.length -= removed
@@ -215,14 +228,17 @@ class StitchLayer(CacheLayerMixin):
         the allocator wants carried along, aligned with `slots`. Slots marked in `hidden` `[B, H, K]` stay stored but
         count as empty from now on: nothing attends to them again.
         """
-        empty = slots < 0 if hidden is None else (slots < 0) | hidden
+        # K is what the fullest head keeps; columns that are empty in every head would be stored for nothing.
+        most = int((slots >= 0).sum(dim=-1).max())
+        slots = slots[..., :most]
+        empty = slots < 0 if hidden is None else (slots < 0) | hidden[..., :most]
         source = slots.clamp(min=0)
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
         heads = torch.arange(slots.shape[1], device=slots.device)[None, :, None]
         # Whole rows are indexed: a gather through an index expanded over D is several times slower.
         self._storage = {name: tensor[rows, heads, source] for name, tensor in self._storage.items()}
         self._storage["positions"].masked_fill_(empty, -1)
-        self.slot_state = dict(state or {})
+        self.slot_state = {name: tensor[:, :, :most] for name, tensor in (state or {}).items()}
         self.length = slots.shape[2]
         self.evicted_at = self.seen_tokens
         self.has_empty = bool((self._storage["positions"] < 0).any())
@@ -233,9 +249,15 @@ class StitchLayer(CacheLayerMixin):
 
     def serve(self, needs: Needs, rotary: Rotary | None, growth_tokens: int) -> None:
         """Work for another press from now on: what the last one kept about queries and slots means nothing to it."""
+        self._drop_index()
         self.query_memory = QueryMemory(needs, rotary)
         self.slot_state = {}
         self._growth_tokens = growth_tokens
+
+    def _drop_index(self) -> None:
+        index, self.index = self.index, None
+        if index is not None:
+            index.detach(self)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -278,4 +300,6 @@ class StitchLayer(CacheLayerMixin):
         self.slot_state = {name: function(tensor) for name, tensor in self.slot_state.items()}
         self._bias = None if self._bias is None else function(self._bias)
         self.query_memory.map_rows(function)
+        if self.index is not None:
+            self.index.map_rows(function)
         self._refresh_views()

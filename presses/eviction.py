@@ -16,6 +16,10 @@ from kvstitch.presses.run import Run
 from kvstitch.scorers import Scorer
 
 
+# One reallocation an interval, but a long interval must not reserve memory that may never be used.
+_MOST_GROWTH_TOKENS = 512
+
+
 @dataclass(frozen=True)
 class EvictionPress:
     """Compacts the cache to a budget while the model decodes; nothing evicted comes back.
@@ -63,7 +67,8 @@ class EvictionRun(Run):
     """An `EvictionPress` at work; `events` tells what each compaction kept."""
 
     def __init__(self, press: EvictionPress, model: PreTrainedModel):
-        super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens=press.interval)
+        growth_tokens = min(press.interval, _MOST_GROWTH_TOKENS)
+        super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens)
         self.events: list[CompactionEvent] = []
         self.num_events = 0
         self.event_seconds = 0.0
@@ -90,11 +95,12 @@ class EvictionRun(Run):
         request.decoded_tokens = 0
         layers = dict(zip(self._facts.attention, self._layers()))
         keep = self._keep(list(layers.values()))
-        events = []
+        due = {}
         for index, layer in layers.items():
             layer_keep = self.press.allocator.layer_keep(keep, index, self._facts.num_layers)
             if layer.length > int(layer_keep.min()):
-                events.append(self._compact_layer(index, layer, layer_keep))
+                due[index] = (layer, layer_keep)
+        events = self._compact_layers(due)
         if not events:
             return
         event = CompactionEvent(request.num_events, self.seen_tokens, reason, tuple(events))
@@ -106,23 +112,32 @@ class EvictionRun(Run):
         if self.press.on_event is not None:
             self.press.on_event(event)
 
-    def _compact_layer(self, index: int, layer: StitchLayer, keep: Tensor) -> LayerEvent:
+    def _compact_layers(self, due: dict[int, tuple[StitchLayer, Tensor]]) -> list[LayerEvent]:
+        """Score and allocate all layers before any is touched: budgets may compare layers, and small operators stack."""
         start = time.perf_counter()
-        before = layer.length
-        scaling = self._facts.attention[index].scaling
-        view = layer.view(scaling, self._facts.rotary, index, self._facts.num_layers)
-        scores = self.press.scorer.score(view)
-        _check_scores(self.press.scorer, scores, view.valid)
-        selection = self.press.allocator.allocate(view, scores, keep.to(view.keys.device), layer.slot_state)
-        layer.keep(selection.slots, selection.state, selection.hidden)
-        seconds = time.perf_counter() - start
-        return LayerEvent(
-            index, before, layer.length, selection.slots, layer.positions.clone(), selection.details, seconds
-        )
+        views, scores = [], []
+        for index, (layer, _) in due.items():
+            view = layer.view(self._facts.attention[index].scaling, self._facts.rotary, index, self._facts.num_layers)
+            views.append(view)
+            scores.append(self.press.scorer.score(view))
+            _check_scores(self.press.scorer, scores[-1], view.valid)
+        layers, keeps = [layer for layer, _ in due.values()], [keep for _, keep in due.values()]
+        selections = self.press.allocator.allocate_layers(views, scores, keeps, [layer.slot_state for layer in layers])
+        shared_seconds = (time.perf_counter() - start) / max(len(due), 1)
+        events = []
+        for index, layer, selection in zip(due, layers, selections):
+            start, before = time.perf_counter(), layer.length
+            layer.keep(selection.slots, selection.state, selection.hidden)
+            seconds = shared_seconds + time.perf_counter() - start
+            positions = layer.positions.clone() if self.press.record_events or self.press.on_event else layer.positions
+            events.append(
+                LayerEvent(index, before, layer.length, selection.slots, positions, selection.details, seconds)
+            )
+        return events
 
     def _keep(self, layers: list[StitchLayer]) -> Tensor:
-        """`[B]` slots per kv head that each row may hold now."""
-        seen = layers[0].positions.amax(dim=(1, 2)) + 1
+        """`[B]` slots per kv head that each row may hold now; on the CPU, because it fixes shapes."""
+        seen = (layers[0].positions.amax(dim=(1, 2)) + 1).cpu()
         itemsize = layers[0].keys.element_size()
         per_slot = sum(x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in layers) * itemsize
         return self.press.budget.slots(seen, per_slot, least=self.press.allocator.num_sinks + 1)

@@ -75,6 +75,12 @@ def test_storage_grows_in_strides(llama, random_tokens, key_hash, shaped_topk):
     assert len(pointers) <= 4
 
 
+def test_a_long_interval_reserves_no_memory(llama, random_tokens, key_hash, shaped_topk):
+    with EvictionPress(key_hash, shaped_topk(), budget=400, interval=10**7)(llama) as run:
+        decode(llama, random_tokens(1, 30), 3, lambda: None)
+    assert run.stored_bytes < 2**20
+
+
 def test_a_budget_in_bytes(llama, random_tokens, key_hash, shaped_topk):
     per_slot = 4 * 2 * 2 * 16 * 4  # layers, keys and values, kv heads, head dim, float32
     press = EvictionPress(key_hash, shaped_topk(), budget=f"{per_slot * 11 + 5}B", interval=7)

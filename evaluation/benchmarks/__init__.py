@@ -1,0 +1,1 @@
+"""What `scripts/bench.py` measures: medians of repeats that are interleaved, so that a busy moment hits all alike."""

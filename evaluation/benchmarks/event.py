@@ -1,0 +1,146 @@
+"""What one compaction costs: AMS next to global top-k and to kvpress, with the same scorer on the same cache."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvstitch.allocators import EvictingAllocator, GlobalTopK, SegmentQuota
+from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
+from kvstitch.presses import EvictionPress
+from kvstitch.scorers import TOVA, ExpectedAttention, KeyDiff, RKV, Scorer, SnapKV, TriAttention
+
+SCORERS: dict[str, Scorer] = {
+    "tova": TOVA(),
+    "snapkv": SnapKV(),
+    "expected_attention": ExpectedAttention(),
+    "keydiff": KeyDiff(),
+    "rkv": RKV(),
+    "triattention": TriAttention(),
+}
+KVPRESS_NAMES = {
+    "tova": "TOVAPress",
+    "snapkv": "SnapKVPress",
+    "expected_attention": "ExpectedAttentionPress",
+    "keydiff": "KeyDiffPress",
+}
+
+
+@dataclass(frozen=True)
+class EventBenchmark:
+    """One event over all layers: score, select, gather; `slots` stored before and `keep` afterwards.
+
+    The model has random weights: the arithmetic of an event does not depend on what the numbers are, and the benchmark
+    needs no download.
+
+    Args:
+        slots: stored slots per kv head before the event.
+        keep: budget.
+        scorers: names out of tova, snapkv, expected_attention, keydiff, rkv, triattention.
+        num_layers: decoder layers; defaults are those of SmolLM2-135M.
+        num_query_heads: Q.
+        num_kv_heads: H.
+        head_dim: D.
+        rounds: repeats, of which the median is taken.
+        threads: torch threads.
+    """
+
+    slots: int = 768
+    keep: int = 256
+    scorers: Sequence[str] = field(default=tuple(SCORERS))
+    num_layers: int = 30
+    num_query_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    rounds: int = 15
+    threads: int = 2
+
+    def __post_init__(self):
+        unknown = [name for name in self.scorers if name not in SCORERS]
+        if unknown:
+            raise ValueError(f"scorers must be among {', '.join(SCORERS)}, got {', '.join(unknown)}")
+        if not 0 < self.keep < self.slots:
+            raise ValueError(f"keep must lie between 0 and slots={self.slots}, got {self.keep}")
+
+    def run(self) -> list[dict[str, Any]]:
+        """One row per scorer: milliseconds of each kind of event and the ratios between them."""
+        torch.set_num_threads(self.threads)
+        model = self._model()
+        return [self._row(model, name) for name in self.scorers]
+
+    def _row(self, model: PreTrainedModel, name: str) -> dict[str, Any]:
+        allocators: dict[str, EvictingAllocator] = {
+            "topk": GlobalTopK(),
+            "ams": SegmentQuota.recommended(),
+            "ams_paper": SegmentQuota.paper(),
+        }
+        contestants = {kind: self._event(model, SCORERS[name], allocator) for kind, allocator in allocators.items()}
+        if name in KVPRESS_NAMES:
+            contestants["kvpress"] = self._kvpress_event(model, KVPRESS_NAMES[name])
+        seconds = interleaved_seconds(contestants, self.rounds)
+        row: dict[str, Any] = {"scorer": name, "slots": self.slots, "keep": self.keep, "layers": self.num_layers}
+        row |= {f"{kind}_ms": round(timing["median_sec"] * 1e3, 2) for kind, timing in seconds.items()}
+        topk = seconds["topk"]["median_sec"]
+        row["ams_to_topk"] = round(seconds["ams"]["median_sec"] / topk, 2)
+        if "kvpress" in seconds:
+            row["ams_to_kvpress"] = round(seconds["ams"]["median_sec"] / seconds["kvpress"]["median_sec"], 2)
+        return row
+
+    def _event(self, model: PreTrainedModel, scorer: Scorer, allocator: EvictingAllocator) -> Contestant:
+        """The second event of a request: credit exists, and heads hold different tokens."""
+        press = EvictionPress(scorer, allocator, self.keep, interval=10**6, record_events=False)
+        run = press(model)
+        ids = self._tokens()
+        with run, torch.no_grad():
+            cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+            run.compact()
+            model(ids[:, : self.slots - self.keep], past_key_values=cache, logits_to_keep=1)
+        template = cache.layers
+
+        def prepare() -> None:
+            cache.layers = copy.deepcopy(template, {id(press): press})
+
+        return Contestant(lambda _: run.compact(), prepare)
+
+    def _kvpress_event(self, model: PreTrainedModel, name: str) -> Contestant:
+        """What kvpress's DecodingPress does at an event: the press's own score and gather, in every layer."""
+        import kvpress
+
+        press = getattr(kvpress, name)(compression_ratio=1 - self.keep / self.slots)
+        modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+        generator = torch.Generator().manual_seed(0)
+        hidden_size = model.config.hidden_size
+        layers = []
+        for _ in modules:
+            shape = (1, self.num_kv_heads, self.slots, self.head_dim)
+            keys, values = torch.randn(2, *shape, generator=generator)
+            layers.append((torch.randn(1, 256, hidden_size, generator=generator), keys, values))
+        positions = torch.arange(self.slots - 256, self.slots)[None]
+        embeddings = model.model.rotary_emb(layers[0][0], positions)
+
+        def compress(_) -> None:
+            with torch.no_grad():
+                for module, (hidden, keys, values) in zip(modules, layers):
+                    press.compress(module, hidden, keys, values, None, {"position_embeddings": embeddings})
+
+        return Contestant(compress)
+
+    def _model(self) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=self.num_query_heads * self.head_dim,
+            intermediate_size=256,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_query_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=4 * self.slots,
+        )
+        return LlamaForCausalLM(config).eval()
+
+    def _tokens(self) -> torch.Tensor:
+        return torch.randint(0, 256, (1, self.slots), generator=torch.Generator().manual_seed(1))
