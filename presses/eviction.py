@@ -100,9 +100,9 @@ class EvictionRun(Run):
             layer_keep = self.press.allocator.layer_keep(keep, index, self._facts.num_layers)
             if layer.length > int(layer_keep.min()):
                 due[index] = (layer, layer_keep)
-        events = self._compact_layers(due)
-        if not events:
+        if not due:
             return
+        events = self._compact_layers(due)
         event = CompactionEvent(request.num_events, self.seen_tokens, reason, tuple(events))
         request.num_events += 1
         self.num_events += 1
@@ -123,7 +123,7 @@ class EvictionRun(Run):
             _check_scores(self.press.scorer, scores[-1], view.valid)
         layers, keeps = [layer for layer, _ in due.values()], [keep for _, keep in due.values()]
         selections = self.press.allocator.allocate_layers(views, scores, keeps, [layer.slot_state for layer in layers])
-        shared_seconds = (time.perf_counter() - start) / max(len(due), 1)
+        shared_seconds = (time.perf_counter() - start) / len(due)
         events = []
         for index, layer, selection in zip(due, layers, selections):
             start, before = time.perf_counter(), layer.length

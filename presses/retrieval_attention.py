@@ -1,0 +1,68 @@
+"""Attention of one query token over the slots that were chosen for it, and over what stands in for the rest."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvstitch.allocators.retrieval.base import Reads, Rest
+from kvstitch.kernels.common.rows import gather_rows
+from kvstitch.kernels.sparse_decode.api import SparseDecode, sparse_decode
+
+
+def attend(
+    query: Float[Tensor, "B Q 1 D"],
+    keys: Float[Tensor, "B H T D"],
+    values: Float[Tensor, "B H T D2"],
+    reads: Reads,
+    scaling: float,
+    top_k: int,
+    num_sinks: int,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> SparseDecode:
+    """As `sparse_decode`; `top_k` weights are those outside the first `num_sinks` columns of the slots.
+
+    Raises:
+        NotImplementedError: centroids that stand in for the rest, with weights asked for.
+    """
+    if reads.rest is None:
+        return sparse_decode(query, keys, values, reads.slots, scaling, softcap, sink_logits, top_k, num_sinks)
+    if top_k:
+        raise NotImplementedError("replacement by centroids gives no weights; choose a growth that needs none")
+    output = _with_rest(query, keys, values, reads.slots, reads.rest, scaling, softcap, sink_logits)
+    return SparseDecode(output, None, None)
+
+
+def _with_rest(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    rest: Rest,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """One softmax over the chosen slots and, for each region, over as many copies of its mean key as are left."""
+    batch, query_heads, _, dim = query.shape
+    units, regions = slots.shape[1], rest.values.shape[1]
+    chosen_keys, chosen_values = gather_rows((keys, values), slots)
+    rows = query.float().view(batch, units, -1, dim)
+    exact = (rows @ chosen_keys.float().transpose(-1, -2)) * scaling
+    # Regions may be of kv heads while every query head selects for itself.
+    by_region = query.float().view(batch, regions, -1, dim)
+    approximate = (by_region @ rest.keys).view(batch, units, rows.shape[2], -1) * scaling
+    logits = torch.cat((exact, approximate), dim=-1)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    count = slots.shape[2]
+    logits[..., :count].masked_fill_((slots < 0)[:, :, None], -torch.inf)
+    logits[..., count:] += rest.log_counts[:, :, None]
+    if sink_logits is not None:
+        sinks = sink_logits.float().view(1, units, -1, 1).expand(batch, -1, -1, -1)
+        logits = torch.cat((logits, sinks), dim=-1)
+    weights = logits.softmax(dim=-1)
+    output = weights[..., :count] @ chosen_values.float()
+    centroids = weights[..., count : count + approximate.shape[-1]].view(batch, regions, -1, approximate.shape[-1])
+    output = output + (centroids @ rest.values).view(output.shape)
+    return output.to(query.dtype).reshape(batch, query_heads, 1, -1)

@@ -1,0 +1,77 @@
+"""What a retrieval press built and read: the only way for metrics, plots and tests to look inside."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerIndexed:
+    """The index of one layer after it was built or renewed.
+
+    Args:
+        layer_idx: decoder layer.
+        details: what the allocator wants to show (sizes of regions, modularity, resolution), by name.
+        stored_bytes: held beside the cache.
+        seconds: wall time of building, the wait for background work included.
+    """
+
+    layer_idx: int
+    details: dict[str, Tensor]
+    stored_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class IndexEvent:
+    """Indices built or renewed, in every layer that had to.
+
+    Args:
+        index: 0, 1, … within the run.
+        seen_tokens: logical length of the cache at that moment, padding included.
+        budgets: slots per kv head that a step may read, one a row.
+        num_recent: newest tokens always read, the current one included.
+        observe_seconds: wall time spent on the queries of the prompt since the last event, such as finding edges.
+        busy_seconds: processor time of background work that the event collected.
+        exposed_seconds: wall time of the event that was waiting for that work.
+        layers: one entry for each layer.
+    """
+
+    index: int
+    seen_tokens: int
+    budgets: tuple[int, ...]
+    num_recent: int
+    observe_seconds: float
+    busy_seconds: float
+    exposed_seconds: float
+    layers: tuple[LayerIndexed, ...] = field(default=())
+
+    @property
+    def seconds(self) -> float:
+        return sum(layer.seconds for layer in self.layers)
+
+    def __str__(self) -> str:
+        return (
+            f"index {self.index} at {self.seen_tokens} tokens in {len(self.layers)} layers: {self.seconds:.2f} s, of which "
+            f"{self.exposed_seconds:.2f} s waited for {self.busy_seconds:.2f} s of background work; "
+            f"{sum(layer.stored_bytes for layer in self.layers) / 2**20:.1f} MiB"
+        )
+
+
+@dataclass(frozen=True)
+class ReadEvent:
+    """What one decode step read in one layer.
+
+    Args:
+        layer_idx: decoder layer.
+        seen_tokens: logical length of the cache, the current token included.
+        positions: `[B, U, M]` logical positions that were attended to, -1 for none; U kv heads or query heads.
+        index_rows: vectors per kv head that were read to choose.
+        key_rows: keys per unit that were read to choose; a number, or `[B, U]`.
+    """
+
+    layer_idx: int
+    seen_tokens: int
+    positions: Tensor
+    index_rows: int
+    key_rows: int | Tensor

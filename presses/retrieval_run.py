@@ -1,0 +1,193 @@
+"""A retrieval press at work: indices built when the prompt is complete, and read at every step."""
+
+import os
+import time
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvstitch.allocators.retrieval import DecodeStep, LayerFrame, ReadPlan, Reads
+from kvstitch.allocators.retrieval.background import Background
+from kvstitch.presses.cache import Request, StitchLayer
+from kvstitch.presses.retrieval_attention import attend
+from kvstitch.presses.retrieval_events import IndexEvent, LayerIndexed, ReadEvent
+from kvstitch.presses.retrieval_state import IndexedLayer
+from kvstitch.presses.run import Run
+from kvstitch.views import Needs
+
+
+class RetrievalRun(Run):
+    """A `RetrievalPress` at work; `events` tells what each index is like.
+
+    Args:
+        press: the `RetrievalPress`.
+        model: its model.
+    """
+
+    def __init__(self, press, model: PreTrainedModel):
+        super().__init__(press, model, Needs() if press.scorer is None else press.scorer.needs, growth_tokens=256)
+        self.events: list[IndexEvent] = []
+        self.num_events = 0
+        self.num_sparse_steps = 0
+        workers = press.workers if press.workers is not None else len(os.sched_getaffinity(0))
+        self._background = Background(workers)
+        self._observe_seconds = 0.0
+        self._said_dense = False
+        self._indexed = [index for index in self._facts.attention if index >= press.dense_layers]
+        if not self._indexed:
+            raise ValueError(
+                f"`dense_layers` must leave a full-attention layer to retrieve from: those are "
+                f"{sorted(self._facts.attention)}, got {press.dense_layers}"
+            )
+
+    @property
+    def bound(self) -> bool:
+        """Whether any step read less than everything."""
+        return self.num_sparse_steps > 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes held beside keys and values: indices, edges that are kept, and the positions of the slots."""
+        layers = [self._cache.layers[index] for index in self._indexed] if self._cache is not None else []
+        states = [layer.index for layer in layers if layer.index is not None]
+        positions = sum(layer.positions.untyped_storage().nbytes() for layer in layers if layer.is_initialized)
+        return positions + sum(state.index.stored_bytes for state in states)
+
+    def _install(self) -> None:
+        super()._install()
+        self._background.open()
+
+    def _uninstall(self) -> None:
+        super()._uninstall()
+        self._background.close()
+
+    def _take_over(self, layers: list[StitchLayer]) -> None:
+        if any(layer.was_compacted for layer in layers):
+            raise NotImplementedError(
+                "retrieval needs a complete cache, and slots of this one were evicted by another press"
+            )
+        super()._take_over(layers)
+
+    # -- while the prompt is read -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> None:
+        if index < self.press.dense_layers:
+            return
+        start = time.perf_counter()
+        state = self._state(index, layer)
+        state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
+        state.length, state.stale = layer.length, True
+        self._observe_seconds += time.perf_counter() - start
+
+    def _state(self, index: int, layer: StitchLayer) -> IndexedLayer:
+        if layer.index is None:
+            module = self._facts.attention[index]
+            frame = LayerFrame(
+                layer_idx=index,
+                group=module.config.num_attention_heads // layer.keys.shape[1],
+                num_sinks=self.press.num_sinks,
+                scaling=module.scaling,
+                background=self._background,
+                softcap=getattr(module, "attn_logit_softcapping", None),
+                sink_logits=getattr(module, "sinks", None),
+            )
+            layer.index = IndexedLayer(self.press.allocator.start(frame))
+        return layer.index
+
+    # -- when the prompt is complete ----------------------------------------------------------------------------------
+
+    def before_tokens(self, request: Request, count: int) -> None:
+        if count > 1 or request.in_prefill:
+            return
+        layers = {index: self._cache.layers[index] for index in self._indexed}
+        due = {}
+        for index, layer in layers.items():
+            state = self._state(index, layer)
+            if state.stale or state.length != layer.length or state.index.due(layer.length):
+                due[index] = layer
+        if due:
+            self._build(due)
+        for layer in layers.values():
+            layer.index.length = layer.length + 1
+
+    @torch.no_grad()
+    def _build(self, layers: dict[int, StitchLayer]) -> None:
+        plan = self._plan(layers)
+        length = max(layer.length for layer in layers.values())
+        if self.press.budget.fraction == 1 or length < plan.width:
+            self._stay_dense(length, plan)
+            return
+        for layer in layers.values():
+            layer.index.index.prepare()
+        busy, exposed = self._background.busy_seconds, self._background.exposed_seconds
+        indexed = tuple(self._build_layer(index, layer, plan) for index, layer in layers.items())
+        event = IndexEvent(
+            index=self.num_events,
+            seen_tokens=self.seen_tokens,
+            budgets=plan.budgets,
+            num_recent=plan.num_recent,
+            observe_seconds=self._observe_seconds,
+            busy_seconds=self._background.busy_seconds - busy,
+            exposed_seconds=self._background.exposed_seconds - exposed,
+            layers=indexed,
+        )
+        self._observe_seconds = 0.0
+        self.num_events += 1
+        if self.press.record_events:
+            self.events.append(event)
+        if self.press.on_event is not None:
+            self.press.on_event(event)
+
+    def _build_layer(self, index: int, layer: StitchLayer, plan: ReadPlan) -> LayerIndexed:
+        start = time.perf_counter()
+        state = layer.index
+        view = layer.view(self._facts.attention[index].scaling, self._facts.rotary, index, self._facts.num_layers)
+        scores = None if self.press.scorer is None else self.press.scorer.score(view)
+        state.reorder(layer, state.index.build(view, plan, scores))
+        state.built, state.stale = True, False
+        seconds = time.perf_counter() - start
+        return LayerIndexed(index, state.index.describe(), state.index.stored_bytes, seconds)
+
+    def _plan(self, layers: dict[int, StitchLayer]) -> ReadPlan:
+        layer = next(iter(layers.values()))
+        sizes = [
+            x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) * x.keys.element_size() for x in layers.values()
+        ]
+        return self.press.plan(layer.positions.amax(dim=(1, 2)) + 1, sum(sizes))
+
+    def _stay_dense(self, length: int, plan: ReadPlan) -> None:
+        if not self._said_dense:
+            self._said_dense = True
+            warnings.warn(
+                f"kvstitch: {length} tokens fit the budget of {plan.width} slots, so every step reads all of them; an index "
+                "is built when they no longer do",
+                stacklevel=2,
+            )
+
+    # -- while the model decodes --------------------------------------------------------------------------------------
+
+    def decode(self, index: int, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
+        state = layer.index
+        if state is None or not state.built:
+            return super().decode(index, layer, query, scaling, extras)
+        step = DecodeStep(query, layer.keys, layer.values, layer.positions, layer.request.has_padding)
+        reads = state.index.select(step)
+        top_k = state.index.update_top_k
+        result = attend(query, layer.keys, layer.values, reads, scaling, top_k, self.press.num_sinks, **extras)
+        if top_k:
+            state.index.update(step, result.weights, result.slots.long())
+        if index == self._indexed[0]:
+            self.num_sparse_steps += 1
+        if self.press.on_read is not None:
+            self.press.on_read(_read_event(index, layer, reads))
+        return result.output
+
+
+def _read_event(index: int, layer: StitchLayer, reads: Reads) -> ReadEvent:
+    group = reads.slots.shape[1] // layer.positions.shape[1]
+    positions = layer.positions.repeat_interleave(group, dim=1).gather(-1, reads.slots.clamp(min=0))
+    positions = positions.masked_fill(reads.slots < 0, -1)
+    return ReadEvent(index, layer.seen_tokens, positions, reads.index_rows, reads.key_rows)
