@@ -69,6 +69,7 @@ class EvictionRun(Run):
     def __init__(self, press: EvictionPress, model: PreTrainedModel):
         growth_tokens = min(press.interval, _MOST_GROWTH_TOKENS)
         super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens)
+        press.scorer.check_model(self._facts.rotary, self._facts.num_layers, self._facts.num_kv_heads)
         self.events: list[CompactionEvent] = []
         self.num_events = 0
         self.event_seconds = 0.0

@@ -23,6 +23,7 @@ class ModelFacts:
         attention: attention module of each full-attention layer, by layer index.
         rotary: the RoPE of those layers.
         num_layers: all decoder layers, sliding-window layers included.
+        num_kv_heads: H.
         cache_argument: name under which the decoder takes its cache.
         argument_names: positional parameters of the decoder's forward.
     """
@@ -31,6 +32,7 @@ class ModelFacts:
     attention: dict[int, nn.Module]
     rotary: Rotary
     num_layers: int
+    num_kv_heads: int
     cache_argument: str
     argument_names: tuple[str, ...]
 
@@ -77,6 +79,7 @@ def read_model(model: PreTrainedModel, needs: Needs) -> ModelFacts:
         attention={index: modules[index] for index in full},
         rotary=read_rotary(decoder, modules[full[0]], "full_attention"),
         num_layers=len(layers),
+        num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         cache_argument=next((name for name in reversed(CACHE_ARGUMENTS) if name in parameters), CACHE_ARGUMENTS[0]),
         argument_names=tuple(parameters)[1:],
     )

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from jaxtyping import Float32
 from torch import Tensor
 
-from kvstitch.views import LayerView, Needs
+from kvstitch.views import LayerView, Needs, Rotary
 
 
 class Scorer(ABC):
@@ -20,6 +20,9 @@ class Scorer(ABC):
     def needs(self) -> Needs:
         """What the view must contain; read once, when the press is built."""
         return Needs()
+
+    def check_model(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+        """Raise `ValueError` if this scorer cannot serve the model; asked once, before anything runs."""
 
     @abstractmethod
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:

@@ -12,7 +12,7 @@ from kvstitch.scorers.masking import without_empty
 from kvstitch.scorers.options import check_choice, check_count, check_interval
 from kvstitch.scorers.rotation import turns
 from kvstitch.scorers.tri_attention_statistics import TriAttentionStatistics
-from kvstitch.views import LayerView, Needs, QueryStatistics
+from kvstitch.views import LayerView, Needs, QueryStatistics, Rotary
 
 AGGREGATES = ("mean", "max")
 
@@ -67,6 +67,11 @@ class TriAttention(Scorer):
         alone = self.statistics is not None and self.shrinkage_tokens is None and self.statistics.complete
         return Needs(statistics=not alone, rotary=True)
 
+    def check_model(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+        """Offline statistics must be those of a model of this shape and RoPE."""
+        if self.statistics is not None:
+            self.statistics.check(rotary, num_layers, num_kv_heads)
+
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:
         """A z-score (mean 0 and deviation 1 per query head, before the group); 0 for all while no query is known."""
         mean, modulus = self._query_model(view)
@@ -105,7 +110,7 @@ class TriAttention(Scorer):
         if self.statistics is None:
             return _own_model(view.statistics, self.debias)
         batch, heads = view.keys.shape[:2]
-        self.statistics.check(view.rotary, view.num_layers, heads)
+        self.check_model(view.rotary, view.num_layers, heads)
         mean, modulus, covered = self.statistics.layer(view.layer_idx, view.keys.device)
         if not self.needs.statistics:
             return mean.expand(batch, -1, -1), modulus.expand(batch, -1, -1)

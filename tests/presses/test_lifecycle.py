@@ -278,3 +278,21 @@ def test_a_model_in_training_mode_is_refused(llama, press):
 def test_not_a_model(press):
     with pytest.raises(TypeError, match="PreTrainedModel"):
         press(torch.nn.Linear(2, 2))
+
+
+def test_statistics_of_another_model_are_refused_before_anything_runs(llama, random_tokens, shaped_topk):
+    from kvstitch.scorers import TriAttention, TriAttentionStatistics
+    from kvstitch.views import Needs
+
+    press = EvictionPress(TriAttention(), shaped_topk(), budget=12, interval=5)
+    with press(llama) as run:
+        generate(llama, random_tokens(1, 40))
+    running = [run._cache.layers[i].query_memory.statistics() for i in range(4)]
+    own = TriAttentionStatistics.from_running(running, run._facts.rotary, model="tiny", dtype="float32")
+    assert Needs(statistics=True, rotary=True) == TriAttention().needs
+    with EvictionPress(TriAttention(statistics=own), shaped_topk(), budget=12, interval=5)(llama) as run:
+        generate(llama, random_tokens(1, 40))
+    assert run.num_events >= 2
+    other = TriAttentionStatistics.from_running(running[:3], run._facts.rotary, model="tiny", dtype="float32")
+    with pytest.raises(ValueError, match="3 layers.*calibrate this model"):
+        EvictionPress(TriAttention(statistics=other), shaped_topk(), budget=12)(llama)
