@@ -94,7 +94,7 @@ class EvictionRun(Run):
     @torch.no_grad()
     def _compact(self, request: Request, reason: str) -> None:
         request.decoded_tokens = 0
-        layers = dict(zip(self._facts.attention, self._layers()))
+        layers = self.layers
         keep = self._keep(list(layers.values()))
         due = {}
         for index, layer in layers.items():

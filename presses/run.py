@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from kvstitch.presses.attention import chunk_attention, decode_attention
 from kvstitch.presses.cache import Request, StitchLayer
 from kvstitch.presses.model import CACHE_ARGUMENTS, read_model
-from kvstitch.views import Needs
+from kvstitch.views import Needs, Rotary
 
 _NAME_PREFIX = "kvstitch_"
 _run_numbers = itertools.count()
@@ -54,6 +54,21 @@ class Run:
     def stored_bytes(self) -> int:
         """Bytes of the storage behind all keys and values of the compressed layers, room for growth included."""
         return sum(layer.stored_bytes for layer in self._layers())
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model, sliding-window layers included."""
+        return self._facts.num_layers
+
+    @property
+    def rotary(self) -> Rotary:
+        """The RoPE of the compressed layers, as read from the model."""
+        return self._facts.rotary
+
+    @property
+    def layers(self) -> dict[int, StitchLayer]:
+        """The compressed cache layers by decoder layer; empty before the first forward."""
+        return dict(zip(self._facts.attention, self._layers()))
 
     @property
     def seen_tokens(self) -> int:
