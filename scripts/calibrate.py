@@ -1,7 +1,7 @@
 """Take the query statistics that TriAttention can score with, from any model and any text.
 
-    python scripts/calibrate.py text=book.txt output=smollm2.safetensors
-    python scripts/run.py scorer=triattention scorer.statistics=smollm2.safetensors
+python scripts/calibrate.py text=book.txt output=smollm2.safetensors
+python scripts/run.py scorer=triattention scorer.statistics=smollm2.safetensors
 """
 
 import hashlib
@@ -61,10 +61,10 @@ def main() -> int:
 
     @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="calibrate")
     def job(config: DictConfig) -> None:
-        statuses.append(guarded(lambda: calibrate(config)))
+        statuses.append(guarded(lambda: calibrate(config), "calibrate"))
 
     try:
-        return max([guarded(job), *statuses])
+        return max([guarded(job, "calibrate"), *statuses])
     except KeyboardInterrupt:
         return 130
 

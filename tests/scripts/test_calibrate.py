@@ -1,0 +1,60 @@
+"""Statistics taken by the command are those of the text, and a run scores with them."""
+
+import pytest
+import torch
+
+from kvstitch.scorers import TriAttentionStatistics
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{3 + (7 * i * i + i) % 94}" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def arguments(tiny_folder, text):
+    return "model=hub", f"model.name={tiny_folder}", "model.device=cpu", f"text={text}", "tokens=300"
+
+
+def test_calibrate_then_run(script, arguments, tiny_arguments, tmp_path):
+    output = tmp_path / "statistics.safetensors"
+    outcome = script("calibrate", *arguments, f"output={output}", "chunk_tokens=64")
+    assert outcome.status == 0, outcome.err
+    assert "3 layers, 300 tokens" in outcome.out
+    chunked = TriAttentionStatistics.load(output)
+    assert chunked.complete and int(chunked.count.min()) == 296
+    again = tmp_path / "again.safetensors"
+    assert script("calibrate", *arguments, f"output={again}", "chunk_tokens=300").status == 0
+    whole = TriAttentionStatistics.load(again)
+    assert torch.allclose(chunked.mean, whole.mean, atol=1e-5) and torch.allclose(chunked.modulus, whole.modulus, atol=1e-5)
+    outcome = script("run", *tiny_arguments, "scorer=triattention", f"scorer.statistics={output}")
+    assert outcome.status == 0, outcome.err
+
+
+def test_nothing_is_overwritten(script, arguments, tmp_path):
+    output = tmp_path / "statistics.safetensors"
+    output.write_bytes(b"mine")
+    outcome = script("calibrate", *arguments, f"output={output}")
+    assert outcome.status == 1 and "exists already" in outcome.err and output.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["output=x.pt"], "must end in .safetensors"),
+        (["output=x.safetensors", "text=absent.txt"], "absent.txt: No such file"),
+        (["output=x.safetensors", "tokens=7"], "at least 16, got 7"),
+        (["output=x.safetensors", "tokens=2000"], "at most 1024"),
+        (["output=x.safetensors", "token=300"], "there is no option token; valid keys are.*did you mean 'tokens'"),
+        ([], "output must be given"),
+    ],
+)
+def test_bad_input_is_one_message(script, arguments, change, message):
+    import re
+
+    outcome = script("calibrate", *arguments, *change)
+    assert outcome.status == 1
+    assert re.search(message, outcome.err.strip().splitlines()[-1]), outcome.err
+    assert "Traceback" not in outcome.err
