@@ -1,0 +1,171 @@
+"""The run folder: one a configuration, predictions appended a sample at a time, nothing overwritten, safe against kill -9."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+PREDICTIONS = "predictions.jsonl"
+METRICS = "metrics.json"
+CONFIG = "config.yaml"
+RUN_META = "run_meta.json"
+
+
+class RunError(Exception):
+    """A run cannot start or go on; the message is for the user and says what to do."""
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """12 hex digits that name a resolved configuration: plain dicts, lists and scalars; the order of keys is nothing."""
+    canonical = json.dumps(config, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def folder_name(labels: list[str], config: Mapping[str, Any]) -> str:
+    """Readable first, unique last: `reasoning-ams-tova-256-0123456789ab`."""
+    readable = [re.sub(r"[^A-Za-z0-9._]+", "_", label) for label in labels if label]
+    return "-".join([*readable, config_hash(config)])
+
+
+class RunFolder:
+    """Everything one run writes. Only the holder of the lock writes.
+
+    Args:
+        path: the folder; made when it is first opened.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @contextmanager
+    def opened(self, config_yaml: str) -> Iterator["RunFolder"]:
+        """Hold the folder for this process and put the resolved configuration in place.
+
+        Raises:
+            RunError: another process holds it, or what stands there belongs to another configuration.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(
+                f"another process is at work on {self.path}; wait for it, or change the command (seed, budget, "
+                "output_dir) so that the run gets a folder of its own"
+            ) from None
+        try:
+            self._claim(config_yaml)
+            yield self
+        finally:
+            lock.release()
+
+    def _claim(self, config_yaml: str) -> None:
+        config = self.path / CONFIG
+        if not config.exists():
+            write_text(config, config_yaml)
+        elif config.read_text(encoding="utf-8") != config_yaml:
+            raise RunError(f"{config} is not the configuration of this run; move {self.path} away to start afresh")
+
+    @property
+    def predictions(self) -> Path:
+        return self.path / PREDICTIONS
+
+    def read_records(self) -> list[dict[str, Any]]:
+        """The finished samples, after a last line torn by a killed process has been cut off.
+
+        Raises:
+            RunError: a line that no interrupted write explains, or a sample twice; both named by line.
+        """
+        if not self.predictions.exists():
+            return []
+        content = self.predictions.read_bytes()
+        lines = content.split(b"\n")
+        tail = lines.pop()
+        if tail:
+            self._mend(content, tail, lines)
+        records, seen = [], set()
+        for number, line in enumerate(lines, start=1):
+            record = _parse(line)
+            if record is None:
+                raise RunError(f"{self.predictions}, line {number}, is not a record of a sample; move {self.path} away")
+            if record["id"] in seen:
+                raise RunError(
+                    f"{self.predictions}, line {number}, repeats sample {record['id']!r}; move {self.path} away"
+                )
+            seen.add(record["id"])
+            records.append(record)
+        return records
+
+    def _mend(self, content: bytes, tail: bytes, lines: list[bytes]) -> None:
+        """A line without its end: whole but for the newline, or cut short and then not worth keeping."""
+        with self.predictions.open("r+b") as file:
+            if _parse(tail) is not None:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+                lines.append(tail)
+            else:
+                file.truncate(len(content) - len(tail))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one finished sample; on return it is on the disk.
+
+        Raises:
+            RunError: the disk is full or read-only; what was written before is kept, `read_records` mends the rest.
+        """
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            with self.predictions.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self.predictions}: {error.strerror}; the samples finished before are kept, and the same "
+                "command goes on from there"
+            ) from error
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Content of a JSON file of the folder, None if it is not there."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace a JSON file of the folder; it is whole at every moment."""
+        write_text(self.path / name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all.
+
+    Raises:
+        RunError: the disk is full or read-only; what stood there is kept.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None

@@ -1,0 +1,184 @@
+"""Replay: a text fed teacher-forced through the pressed and the dense model in lock step, then questions about it.
+
+Needs no sampling, is deterministic, and shows token by token what the eviction cost.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstitch.evaluation.answers import Answer, answer_metrics, graded
+from kvstitch.evaluation.compactions import event_metrics
+from kvstitch.evaluation.metrics import TokenComparison, compare_tokens, token_nll
+from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.results import SampleResult, make_record
+from kvstitch.evaluation.streams import Stream
+from kvstitch.evaluation.tasks.base import Question, Sample, Task
+from kvstitch.presses import CompactionEvent, EvictionPress, EvictionRun
+
+# Logits of a chunk are held for both models: 512 x 150,000 words in float32 are 0.3 GB each.
+MAX_CHUNK_TOKENS = 512
+
+
+def chunks(length: int, interval: int, most: int = MAX_CHUNK_TOKENS) -> Iterator[slice]:
+    """Cut `length` tokens so that an event can stand before every `interval`-th one and no chunk exceeds `most`."""
+    start = 0
+    while start < length:
+        end = min(start + most, length, (start // interval + 1) * interval)
+        yield slice(start, end)
+        start = end
+
+
+def replay_sample(
+    loaded: LoadedModel, press: EvictionPress | None, task: Task, sample: Sample, *, interval: int, speed_tokens: int
+) -> SampleResult:
+    """Prompt, trace and questions of one sample through the pressed and the dense model.
+
+    NLL, KL and agreement are means over the trace's tokens from the second interval on: before, nothing has been evicted
+    and both models are the same. (With `compress_prompt` they start at the first token.)
+
+    Args:
+        loaded: model and tokenizer.
+        press: None runs the dense model alone.
+        task: grades the answers.
+        interval: tokens between events.
+        speed_tokens: greedy decode steps that are timed at the end of the trace; 0 leaves it out.
+
+    Raises:
+        NonFiniteLogits: NaN in the logits of either model.
+    """
+    with ExitStack() as stack:
+        run = stack.enter_context(press(loaded.model)) if press is not None else None
+        pair = _LockStep(loaded, press, run)
+        pair.prefill(sample.prompt_ids)
+        metrics = pair.prefill_metrics()
+        metrics |= _quality(pair, sample.trace_ids, interval, first=0 if _compresses_prompt(press) else interval)
+        pair.end_trace()
+        answers = [pair.ask(task, question) for question in sample.questions]
+        metrics |= answer_metrics(answers) | pair.storage_metrics() | pair.event_metrics()
+        events = pair.events
+        # Last, because it goes on where the trace ended and spoils the caches.
+        metrics |= pair.speed(speed_tokens)
+    return SampleResult(make_record(sample, metrics, answers), events)
+
+
+class _LockStep:
+    """The pressed and the dense stream of one sample; the press is at work except while the dense one is fed."""
+
+    def __init__(self, loaded: LoadedModel, press: EvictionPress | None, run: EvictionRun | None):
+        self._tokenizer = loaded.tokenizer
+        self._stop_ids = stop_token_ids(loaded)
+        self._press = press
+        self._run = run
+        self._trace_events = 0
+        # Those of the trace and of the last question: one sequence, whatever was asked in between.
+        self.events: list[CompactionEvent] = []
+        self._dense = Stream(loaded.model)
+        self._pressed = Stream(loaded.model) if run is not None else None
+
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        if self._pressed is not None:
+            self._pressed.prefill(token_ids)
+            self._run.end_prefill()
+        with self._press_off():
+            self._dense.prefill(token_ids)
+
+    def prefill_metrics(self) -> dict[str, float | None]:
+        pressed = self._pressed.seconds if self._pressed is not None else None
+        return {"prefill_seconds": pressed, "dense_prefill_seconds": self._dense.seconds}
+
+    def feed(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Logits `[N, V]` of the dense and of the pressed model."""
+        pressed = self._pressed.feed(token_ids) if self._pressed is not None else None
+        with self._press_off():
+            return self._dense.feed(token_ids), pressed
+
+    def end_trace(self) -> None:
+        if self._run is not None:
+            self.events = list(self._run.events)
+            self._trace_events = len(self.events)
+
+    def ask(self, task: Task, question: Question) -> dict[str, Any]:
+        """Both answers, each from a copy of the cache as the trace left it."""
+        answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
+        if self._run is not None:
+            before = len(self._run.events)
+            answer["pressed"] = self._answer(self._pressed, task, question)
+            self.events = self.events[: self._trace_events] + self._run.events[before:]
+        with self._press_off():
+            answer["dense"] = self._answer(self._dense, task, question)
+        return answer
+
+    def _answer(self, stream: Stream, task: Task, question: Question) -> Answer:
+        with stream.branch(self._press) as branch:
+            if question.cue_ids:
+                branch.feed(question.cue_ids)
+            tokens = branch.greedy(question.max_new_tokens, self._stop_ids)
+        return graded(task, question, self._tokenizer, tokens)
+
+    def storage_metrics(self) -> dict[str, float | None]:
+        metrics: dict[str, float | None] = {}
+        for prefix, stream in (("", self._pressed), ("dense_", self._dense)):
+            storage = stream.storage if stream is not None else None
+            metrics[f"{prefix}mean_slots"] = storage and storage.mean_slots
+            metrics[f"{prefix}peak_slots"] = storage and storage.peak_slots
+            metrics[f"{prefix}kv_bytes"] = storage and storage.peak_bytes
+        return metrics
+
+    def event_metrics(self) -> dict[str, float | None]:
+        if self._run is None:
+            return {}
+        share = self._run.event_seconds / self._pressed.seconds
+        return event_metrics(self.events, len(self._run.stored_tokens)) | {"event_time_share": share}
+
+    def speed(self, count: int) -> dict[str, float | None]:
+        """Decoded tokens a second at the end of the trace; events that fall among them are not counted here."""
+        speeds: dict[str, float | None] = {"decode_tokens_per_second": None, "dense_decode_tokens_per_second": None}
+        if count and self._run is not None:
+            before = self._run.event_seconds
+            seconds = self._pressed.time_steps(count)
+            speeds["decode_tokens_per_second"] = count / (seconds - (self._run.event_seconds - before))
+        if count:
+            with self._press_off():
+                speeds["dense_decode_tokens_per_second"] = count / self._dense.time_steps(count)
+        return speeds
+
+    def _press_off(self) -> AbstractContextManager:
+        return self._run.paused() if self._run is not None else nullcontext()
+
+
+def _quality(pair: _LockStep, trace: Sequence[int], interval: int, first: int) -> dict[str, float | None]:
+    """Feed the trace; compare what was predicted after token `first` and each later one but the last."""
+    parts: list[TokenComparison] = []
+    dense_nll: list[Tensor] = []
+    for chunk in chunks(len(trace), interval):
+        dense, pressed = pair.feed(trace[chunk])
+        start, stop = max(chunk.start, first), min(chunk.stop, len(trace) - 1)
+        if start >= stop:
+            continue
+        rows = slice(start - chunk.start, stop - chunk.start)
+        targets = torch.tensor(trace[start + 1 : stop + 1])
+        if pressed is None:
+            dense_nll.append(token_nll(dense[rows], targets))
+        else:
+            parts.append(compare_tokens(dense[rows], pressed[rows], targets))
+            dense_nll.append(parts[-1].dense_nll)
+    return {"compared_tokens": sum(part.numel() for part in dense_nll)} | _means(parts, dense_nll)
+
+
+def _means(parts: list[TokenComparison], dense_nll: list[Tensor]) -> dict[str, float | None]:
+    dense = torch.cat(dense_nll).double().mean().item() if dense_nll else None
+    names = ("nll", "dense_nll", "nll_difference", "kl", "top1_agreement")
+    if not parts:
+        return dict.fromkeys(names) | {"dense_nll": dense}
+    joined = TokenComparison.join(parts)
+    nll = joined.nll.double().mean().item()
+    values = (nll, dense, nll - dense, joined.kl.double().mean().item(), joined.agreement.mean().item())
+    return dict(zip(names, values))
+
+
+def _compresses_prompt(press: EvictionPress | None) -> bool:
+    return press is not None and press.compress_prompt

@@ -1,0 +1,145 @@
+"""One model over one sequence, fed by hand: its cache, the logits of the newest token, what it stored and how long it took."""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvstitch.evaluation.metrics import NonFiniteLogits
+
+
+@dataclass
+class Storage:
+    """What a stream stored after its prompt, measured after every forward.
+
+    Args:
+        slots_summed: stored slots, summed over the tokens that attended to them.
+        tokens: how many tokens that were.
+        peak_slots: most slots in any layer at any time, the prompt included.
+        peak_bytes: most bytes of storage behind keys and values at any time, the prompt included.
+    """
+
+    slots_summed: float = 0.0
+    tokens: int = 0
+    peak_slots: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def mean_slots(self) -> float | None:
+        """Slots per kv head that a token attends to, averaged over layers and over the tokens after the prompt."""
+        return self.slots_summed / self.tokens if self.tokens else None
+
+    def measure(self, cache: Cache, tokens: int) -> None:
+        """Take in what the cache stores after a forward of `tokens` tokens; 0 for the prompt's."""
+        lengths = stored_slots(cache)
+        # The tokens of a chunk enter together, but each sees only those before it, as when they come one at a time.
+        self.slots_summed += tokens * (sum(lengths) / len(lengths) - (tokens - 1) / 2)
+        self.tokens += tokens
+        self.peak_slots = max(self.peak_slots, *lengths)
+        self.peak_bytes = max(self.peak_bytes, stored_bytes(cache))
+
+
+@dataclass
+class Stream:
+    """A sequence of batch 1 in the making. Whoever feeds it decides whether a press is at work on the model.
+
+    Args:
+        model: in eval mode.
+        seconds: wall time of all forwards so far, events included.
+        storage: what was stored.
+    """
+
+    model: PreTrainedModel
+    seconds: float = 0.0
+    storage: Storage = field(default_factory=Storage)
+
+    def __post_init__(self):
+        self.cache: Cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        self._last: Tensor | None = None
+
+    @torch.no_grad()
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Feed the prompt; only its last logits are kept."""
+        self._forward(token_ids, logits_to_keep=1)
+        self.storage.measure(self.cache, tokens=0)
+
+    @torch.no_grad()
+    def feed(self, token_ids: Sequence[int]) -> Float[Tensor, "N V"]:
+        """Append known tokens; returns the logits after each of them."""
+        logits = self._forward(token_ids)
+        self.storage.measure(self.cache, tokens=len(token_ids))
+        return logits
+
+    def greedy(self, max_new_tokens: int, stop_ids: Sequence[int]) -> list[int]:
+        """Decode until a stop token (left out) or `max_new_tokens`, most likely token first.
+
+        Raises:
+            NonFiniteLogits: NaN instead of a prediction.
+        """
+        tokens: list[int] = []
+        while True:
+            if self._last.isnan().any():
+                raise NonFiniteLogits(f"the logits after {len(tokens)} decoded tokens hold NaN")
+            token = int(self._last.argmax())
+            if token in stop_ids:
+                return tokens
+            tokens.append(token)
+            if len(tokens) == max_new_tokens:
+                return tokens
+            self.feed([token])
+
+    @torch.no_grad()
+    def time_steps(self, count: int) -> float:
+        """Seconds of `count` greedy single-token forwards, after one that is not timed; nothing is read back in between."""
+        token = self._last.argmax().view(1, 1)
+        start = 0.0
+        for step in range(count + 1):
+            if step == 1:
+                start = now(self.model.device)
+            logits = self.model(input_ids=token, past_key_values=self.cache, use_cache=True).logits
+            token = logits[:, -1].argmax(-1, keepdim=True)
+        return now(self.model.device) - start
+
+    @contextmanager
+    def branch(self, shared: object) -> Iterator["Stream"]:
+        """A stream that goes on from here on a copy of the cache; its storage counts here, its tokens do not.
+
+        Args:
+            shared: the press, which the copied cache must recognise as its own.
+        """
+        other = Stream(self.model, storage=self.storage)
+        other.cache = copy.deepcopy(self.cache, {id(shared): shared})
+        other._last = self._last
+        yield other
+        self.seconds += other.seconds
+
+    def _forward(self, token_ids: Sequence[int], **options) -> Float[Tensor, "N V"]:
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        start = now(self.model.device)
+        logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **options).logits[0]
+        self.seconds += now(self.model.device) - start
+        self._last = logits[-1]
+        return logits
+
+
+def stored_slots(cache: Cache) -> list[int]:
+    """Slots stored in each layer."""
+    return [layer.keys.shape[2] for layer in cache.layers]
+
+
+def stored_bytes(cache: Cache) -> int:
+    """Bytes of the storage behind all keys and values, measured, room for growth included."""
+    return sum(part.untyped_storage().nbytes() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a monotonic clock, once all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

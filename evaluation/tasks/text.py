@@ -1,0 +1,73 @@
+"""Language modelling on any text file: pieces of equal length, nothing asked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from kvstitch.evaluation.tasks.base import Sample, Task
+from kvstitch.evaluation.tasks.encoding import encode, split_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Task):
+    """Consecutive pieces of a text file, from its beginning, none overlapping; what is left at the end is not used.
+
+    Args:
+        path: UTF-8 text file.
+        length: tokens of a piece, the tokenizer's begin token included.
+    """
+
+    path: str
+    length: int = 2560
+    num_samples: int | None = 4
+    prefill_tokens: int | None = 512
+    chat: bool = False
+    grader: str = "exact"
+    max_new_tokens: int = 1
+    seed: int = 42
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chat:
+            raise ValueError("task.chat=true has no meaning for task=text: nobody asks or answers")
+        if self.length < 2:
+            raise ValueError(f"task.length must be at least 2 tokens, got {self.length}")
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
+        """See `Task.samples`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not UTF-8, or shorter than what is asked for.
+        """
+        path = Path(self.path).expanduser()
+        begin = encode(tokenizer, "", special=True)
+        ids = encode(tokenizer, read_text(path))
+        step = self.length - len(begin)
+        available = len(ids) // step
+        count = available if self.num_samples is None else self.num_samples
+        if not available or count > available:
+            raise ValueError(
+                f"task.path={self.path}: {len(ids)} tokens make {available} pieces of task.length={self.length}, and "
+                f"task.num_samples={self.num_samples} wants {max(count, 1)}; lower either"
+            )
+        for index in range(count):
+            piece = [*begin, *ids[index * step : (index + 1) * step]]
+            yield split_sample(self, max_positions, id=f"{path.stem}-{index:04d}", prompt_ids=piece)
+
+
+def read_text(path: Path) -> str:
+    """A whole UTF-8 file, byte order mark removed.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not UTF-8.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"task.path: no file {path}")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"task.path={path} is not UTF-8: {error.reason} at byte {error.start}") from error

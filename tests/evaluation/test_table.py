@@ -1,0 +1,83 @@
+"""What the closing table shows, and what it must not keep quiet."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from kvstitch.evaluation.table import print_table
+
+
+def one(mean, std=None, n=4):
+    return {"n": n, "mean": mean, "std": std}
+
+
+RUN = {
+    "press": "ams", "scorer": "tova", "allocator": "segment_quota", "budget": "256 tokens", "num_sinks": 4, "num_recent": 32,
+    "interval": 512, "model": "smollm2", "task": "reasoning", "mode": "replay", "seed": 42, "speed_tokens": 16,
+}  # fmt: skip
+
+
+def shown(metrics, run=RUN, width=100, **others):
+    summary = {"run": run, "num_samples": 4, "failed_samples": {}, "budget_bound": True, "metrics": metrics} | others
+    output = StringIO()
+    print_table(summary, Console(file=output, width=width))
+    return output.getvalue()
+
+
+def row(text, title):
+    line = next(line for line in text.splitlines() if title in line)
+    return [cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]]
+
+
+METRICS = {
+    "accuracy": one(0.5, 0.577), "dense_accuracy": one(0.75, 0.5), "nll": one(2.31, 0.2), "dense_nll": one(2.25, 0.2),
+    "nll_difference": one(0.06, 0.01), "kl": one(0.052, 0.003), "top1_agreement": one(0.931),
+    "mean_slots": one(498.2), "dense_mean_slots": one(1400), "kv_bytes": one(768 * 46080), "dense_kv_bytes": one(2**31),
+    "wiped_regions": one(0.54), "events": one(4), "answer_tokens": one(3), "dense_answer_tokens": one(3),
+    "compared_tokens": one(2000),
+}  # fmt: skip
+
+
+def test_pressed_and_dense_stand_side_by_side():
+    text = shown(METRICS)
+    assert "press=ams scorer=tova allocator=segment_quota" in text
+    assert "budget: 256 tokens a kv head, 4 sinks and 32 recent tokens among them" in text and "4 samples" in text
+    assert row(text, "answers right") == ["answers right", "50.0 % ± 57.7 %", "75.0 % ± 50.0 %"]
+    assert row(text, "NLL difference") == ["NLL difference", "+0.0600 ± 0.0100", "–"]
+    assert row(text, "top-1") == ["top-1 agreement", "93.1 %", "–"]
+    assert row(text, "slots a kv head, mean") == ["slots a kv head, mean", "498", "1400"]
+    assert row(text, "KV storage, peak") == ["KV storage, peak", "33.8 MiB", "2.00 GiB"]
+    assert row(text, "events a sample") == ["events a sample", "4.0", "–"]
+    # Not measured, or without meaning in this mode.
+    assert "peak" in text and "slots a kv head, peak" not in text and "answer tokens" not in text
+    assert "answer tokens" in shown(METRICS, run=RUN | {"mode": "generate"})
+
+
+def test_the_table_fits_a_narrow_terminal():
+    assert max(map(len, shown(METRICS, width=80).splitlines())) <= 80
+
+
+def test_dense_alone_has_one_column():
+    nothing = dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
+    metrics = {"accuracy": one(None, n=0), "dense_accuracy": one(0.75), "nll_difference": one(None, n=0)}
+    text = shown(metrics, run=RUN | {"press": "dense"} | nothing, budget_bound=None)
+    assert row(text, "answers right") == ["answers right", "75.0 %"]
+    assert "NLL difference" not in text and "None" not in text and "NEVER" not in text
+
+
+@pytest.mark.parametrize(
+    "others, message",
+    [
+        ({"budget_bound": False}, "THE BUDGET NEVER BOUND: no sample ever held more than 256 tokens"),
+        (
+            {"failed_samples": {"x-3": "the dense model's logits are not finite"}},
+            "1 samples failed and count in no metric (x-3: the",
+        ),
+        ({"metrics": METRICS | {"compared_tokens": one(0)}}, "No trace was longer than one interval of 512 tokens"),
+    ],
+)
+def test_what_the_reader_must_not_miss(others, message):
+    text = shown(**({"metrics": METRICS, "width": 400} | others))
+    assert message in text
+    assert message not in shown(METRICS, width=400)
