@@ -1,0 +1,170 @@
+"""The command line as a stranger meets it: one command, one table, one message when it is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstitch.evaluation.plots import can_plot
+
+RUN = Path(__file__).resolve().parents[2] / "scripts" / "run.py"
+
+
+def only_folder(directory="runs"):
+    (folder,) = [path for path in Path(directory).iterdir() if path.is_dir()]
+    return folder
+
+
+def test_a_run_writes_its_folder_and_shows_its_table(script, tiny_arguments):
+    outcome = script("run", *tiny_arguments)
+    assert outcome.status == 0, outcome.err
+    folder = only_folder()
+    assert folder.name.startswith("jsonl-ams-tova-40-") and f"run folder: {folder}" in outcome.out
+    expected = {".lock", "config.yaml", "predictions.jsonl", "metrics.json", "run_meta.json", "kept_positions.npz"}
+    assert {path.name for path in folder.iterdir()} == expected | ({"kept_positions.png"} if can_plot() else set())
+    assert [path.name for path in Path("runs").iterdir()] == [folder.name]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["budget_bound"] and metrics["num_samples"] == 3
+    for name in (
+        "accuracy",
+        "dense_accuracy",
+        "nll",
+        "dense_nll",
+        "kl",
+        "top1_agreement",
+        "mean_slots",
+        "kv_bytes",
+        "events",
+    ):
+        assert metrics["metrics"][name]["n"] == 3, name
+    assert metrics["metrics"]["events"]["mean"] == 4
+    assert "press=ams scorer=tova allocator=segment_quota" in outcome.out and "4 sinks and 8 recent" in outcome.out
+    assert "[3/3]" in outcome.err or "[3]" in outcome.err
+    (session,) = json.loads((folder / "run_meta.json").read_text())["sessions"]
+    assert session["outcome"] == "finished" and session["seed"] == 42 and "budget=40" in session["command"]
+
+
+def test_the_same_command_shows_a_finished_run_again(script, tiny_arguments):
+    first = script("run", *tiny_arguments)
+    before = {path.name: path.read_bytes() for path in only_folder().iterdir()}
+    second = script("run", *tiny_arguments)
+    assert second.status == 0 and "finished already" in second.err and second.out == first.out
+    assert {path.name: path.read_bytes() for path in only_folder().iterdir()} == before
+
+
+def test_any_change_of_a_value_gets_a_folder_of_its_own(script, tiny_arguments):
+    for change in ((), ("seed=1",), ("allocator.segment_mass=0.05",), ("scorer=keydiff",), ("press=dense",)):
+        # The dense model has no allocator to set.
+        arguments = [a for a in tiny_arguments if "dense" not in str(change) or not a.startswith("allocator.")]
+        assert script("run", *arguments, "task.num_samples=1", *change).status == 0
+    assert len(list(Path("runs").iterdir())) == 5
+    assert script("run", *tiny_arguments, "task.num_samples=1", "output_dir=elsewhere").status == 0
+    assert only_folder("elsewhere").name in os.listdir("runs")
+
+
+def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
+    outcome = script("run", *tiny_arguments, "mode=generate", "budget=90", "task.max_new_tokens=4")
+    assert outcome.status == 0, outcome.err
+    assert "mode=generate" in outcome.out and "THE BUDGET NEVER BOUND" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["press=amz"], "there is no press=amz; choose one of ams, dense, topk; did you mean 'ams'?"),
+        (["scorer=tovaa"], "did you mean 'tova'?"),
+        (["allocator=segment_qota"], "did you mean 'segment_quota'?"),
+        (["task=reasonin"], "did you mean 'reasoning'?"),
+        (["model=smollm"], "did you mean 'smollm2'?"),
+        (["experiment=ams_ablation/no_crdit"], "did you mean 'ams_ablation/no_credit'?"),
+        (["bugdet=256"], "there is no option bugdet; valid keys are"),
+        (["bugdet=256"], "did you mean 'budget'?"),
+        (["allocator.segmnt_mass=0.1"], "there is no option allocator.segmnt_mass; allocator takes batch,"),
+        (["allocator=fixed_segments", "allocator.segment_mass=0.1"], "did you mean 'segment_tokens'?"),
+        (["press=dense", "scorer.share=group"], "no scorer is chosen here, so it has no options; add scorer=<choice>"),
+        (["budget"], "cannot read the option 'budget'; write key=value"),
+        (["press=ams,topk"], "add -m to run each of them"),
+        (["press=ams", "+press.foo=1"], "unexpected keyword argument 'foo'"),
+        (["~press"], "a run needs a press: add press=<choice>, one of ams, dense, topk"),
+        (["budget=2"], "`budget` must hold the sinks and at least one more token: at least 5 tokens, got 2"),
+        (["budget=1.5"], "`budget` as a float is a kept fraction in (0, 1], got 1.5"),
+        (["interval=abc"], "`interval` must be a positive number of tokens, got 'abc'"),
+        (["press.interval=7"], "interval=512 and press.interval=7 differ"),
+        (["allocator.segment_mass=x"], "segment_mass must be a number, got 'x'"),
+        (["scorer.share=lyer"], "did you mean 'layer'?"),
+        (["mode=replya"], "mode must be one of replay, generate, got 'replya'; did you mean 'replay'?"),
+        (["task=jsonl"], "task.path must be given: add task.path=<value> to the command"),
+        (["task=jsonl", "task.path=/nowhere/x.jsonl"], "/nowhere/x.jsonl"),
+        (["task.num_samples=0"], "task.num_samples must be at least 1 or null, got 0"),
+        (["model=hub", "model.name=/nowhere"], "model.name='/nowhere': no such folder"),
+    ],
+)
+def test_bad_input_gets_one_message(script, arguments, message):
+    outcome = script("run", *arguments)
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert outcome.status == 1 and len(errors) == 1 and message in errors[0]
+    assert "Traceback" not in outcome.err and outcome.out == ""
+
+
+def test_a_bug_shows_its_traceback(script, tiny_arguments, monkeypatch):
+    from kvstitch.evaluation import runner
+
+    monkeypatch.setattr(runner, "summary", lambda records, labels: records["nothing"])
+    outcome = script("run", *tiny_arguments)
+    assert (
+        outcome.status == 1
+        and "Traceback" in outcome.err
+        and "TypeError" in outcome.err
+        and "error: " not in outcome.err
+    )
+
+
+def test_a_traceback_can_be_asked_for(script, monkeypatch):
+    monkeypatch.setenv("KVSTITCH_TRACEBACK", "1")
+    outcome = script("run", "mode=replya")
+    assert outcome.status == 1 and "Traceback" in outcome.err and "\nerror: mode must be" in outcome.err
+
+
+def test_one_bad_job_of_a_sweep_does_not_stop_the_others(script, tiny_arguments):
+    outcome = script("run", "-m", *tiny_arguments[:8], *tiny_arguments[9:], "budget=2,40")
+    assert outcome.status == 1 and outcome.err.count("error: ") == 1 and "at least 5 tokens, got 2" in outcome.err
+    assert only_folder().name.startswith("jsonl-ams-tova-40-") and (only_folder() / "metrics.json").exists()
+
+
+def test_control_c_keeps_finished_samples_and_the_same_command_goes_on(tmp_path, tiny_arguments, script):
+    """A process of its own, because it is a real signal: it is sent once the first sample is on the disk."""
+    path = tmp_path / "records.jsonl"
+    path.write_text(path.read_text() * 4)
+    command = [sys.executable, str(RUN), *tiny_arguments]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/predictions.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "interrupted: finished samples are kept in runs/" in errors and "Traceback" not in errors
+    folder = only_folder(tmp_path / "runs")
+    kept = (folder / "predictions.jsonl").read_bytes()
+    assert 1 <= kept.count(b"\n") < 12 and not (folder / "metrics.json").exists()
+
+    os.chdir(tmp_path)
+    outcome = script("run", *tiny_arguments)
+    assert outcome.status == 0 and "resuming: " in outcome.err
+    content = (folder / "predictions.jsonl").read_bytes()
+    assert content.startswith(kept) and content.count(b"\n") == 12
+    outcomes = [session["outcome"] for session in json.loads((folder / "run_meta.json").read_text())["sessions"]]
+    assert outcomes == ["KeyboardInterrupt", "finished"]
+
+
+def test_help_names_the_groups(script):
+    with pytest.raises(SystemExit):
+        script("run", "--help")
