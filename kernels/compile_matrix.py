@@ -1,0 +1,163 @@
+"""Compiles every Triton kernel for sm_80 and sm_90 without a GPU and prints what the machine code takes.
+
+    python -m kvstitch.kernels.compile_matrix            # every kernel, dtype and head dim
+    python -m kvstitch.kernels.compile_matrix --quick    # bfloat16, head dims 64 and 128
+
+Ends with status 1 if a kernel spills registers or needs more shared memory than a program may have.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvstitch.kernels.common.ahead_of_time import SHARED_LIMIT, Launch, Resources, compile_launch, record_launches
+from kvstitch.kernels.common.tiling import Tiling
+from kvstitch.kernels.community_update.api import Communities
+from kvstitch.kernels.community_update.triton import community_update_triton
+from kvstitch.kernels.compact.triton import compact_triton
+from kvstitch.kernels.sparse_decode.triton import sparse_decode_triton
+from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tilings, topk_attention_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+# Qwen3-4B: 32 query heads over 8 kv heads. Nothing that is compiled depends on the lengths.
+_BATCH, _QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 8, 8192, 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to compile, and how the table names it."""
+
+    label: str
+    launch: Launch
+
+
+def matrix(quick: bool = False) -> list[Case]:
+    """Every distinct launch of the kernels; `quick` is the part that the tests compile."""
+    dtypes, head_dims = ((torch.bfloat16,), (64, 128)) if quick else (DTYPES, HEAD_DIMS)
+    cases, seen = [], set()
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            for name, launcher in _launchers(dtype, head_dim, quick):
+                for launch in record_launches(launcher):
+                    identity = _identity(launch)
+                    if identity not in seen:
+                        seen.add(identity)
+                        cases.append(Case(f"{str(dtype)[6:]} {head_dim} {name}", launch))
+    return cases
+
+
+def compile_all(cases: list[Case], jobs: int = 1) -> Iterator[tuple[Case, Resources]]:
+    """Both targets of each case, in order, as they are done."""
+    # An unset default draws a warning from Triton 3.9; this is the behaviour of every version so far.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    work = [(case, capability) for case in cases for capability in SHARED_LIMIT]
+    # Launches hold functions that do not pickle: a forked worker finds them by index.
+    _WORK[:] = work
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for (case, _), resources in zip(work, pool.imap(_compile_one, range(len(work)))):
+            yield case, resources
+
+
+_WORK: list[tuple[Case, int]] = []
+
+
+def _compile_one(index: int) -> Resources:
+    case, capability = _WORK[index]
+    return compile_launch(case.launch, capability)
+
+
+def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple[str, object]]:
+    new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta")
+    query, key = new(_BATCH, _QUERY_HEADS, _LENGTH, head_dim), new(_BATCH, _HEADS, _LENGTH, head_dim)
+    padding = new(_BATCH, dtype=torch.int64)
+
+    def attention(
+        aggregation, group_mean, top_k, value=key, first_key=None, softcap=None, sinks=None, logsumexp=None, **tilings
+    ):
+        model = (first_key, softcap, sinks, logsumexp)
+        arguments = (query, key, value, 0.1, top_k, 10, aggregation, group_mean, *model)
+        return lambda: topk_attention_triton(*arguments, **tilings)
+
+    yield "top-8", attention("query_group", "merged", 8)
+    yield "top-8", attention("query_group", "exact", 8, value=None, logsumexp=new(*query.shape[:3], dtype=torch.float32))
+    if not quick:
+        yield "plain", attention("query_group", "exact", 8)
+        yield "top-32", attention("query_group", "exact", 32)
+        yield "top-32", attention("query_group", "merged", 32)
+        yield "top-2", attention("query_group", "exact", 2)
+        yield "top-2", attention("query_group", "merged", 2)
+        yield "top-8, edges alone", attention("query_group", "exact", 8, value=None)
+        yield "top-8, edges alone", attention("query_group", "merged", 8, value=None)
+        options = dict(first_key=padding, softcap=50.0, sinks=new(_QUERY_HEADS))
+        yield "top-8, all options", attention("query_group", "exact", 8, **options)
+        yield "top-8, all options", attention("query_group", "merged", 8, **options)
+        for tiling in forward_tilings(head_dim, 8, dtype.itemsize)[1:]:
+            yield f"top-8, {_describe(tiling)}", attention("per_head", "exact", 8, tiling=tiling)
+        for tiling in group_tilings(head_dim, 8, dtype.itemsize)[1:]:
+            yield f"top-8, {_describe(tiling)}", attention("query_group", "exact", 8, group_tiling=tiling)
+
+    step = new(_BATCH, _QUERY_HEADS, 1, head_dim)
+    slots = new(_BATCH, _HEADS, _CHOSEN, dtype=torch.int64)
+    decode = lambda top_k, *model: lambda: sparse_decode_triton(step, key, key, slots, 0.1, *model, top_k, 10)
+    yield "decode", decode(8, None, None)
+    if not quick:
+        yield "decode, output alone", decode(0, None, None)
+        yield "decode, all options", decode(32, 50.0, new(_QUERY_HEADS))
+
+    yield "rows", lambda: compact_triton([key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)], slots, [None, -1])
+    yield "8 edges", lambda: _update(new, head_dim)
+
+
+def _update(new, head_dim: int) -> None:
+    shape, capacity = (_BATCH, _HEADS), 512
+    communities = Communities(
+        labels=new(*shape, _LENGTH, dtype=torch.int32),
+        centroids=new(*shape, capacity, head_dim, dtype=torch.float32),
+        sizes=new(*shape, capacity, dtype=torch.int32),
+        degrees=new(*shape, capacity, dtype=torch.float32),
+        total_degree=new(*shape, dtype=torch.float32),
+        count=new(*shape, dtype=torch.int32),
+    )
+    edges = new(*shape, 8, dtype=torch.int32), new(*shape, 8, dtype=torch.float32)
+    community_update_triton(communities, new(*shape, head_dim), new(_BATCH, dtype=torch.int64), *edges, 1.0, 0.5)
+
+
+def _identity(launch: Launch) -> str:
+    values = {
+        name: (value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()
+    }
+    return f"{launch.kernel.__name__} {values} {launch.options}"
+
+
+def _describe(tiling: Tiling) -> str:
+    return f"tile {tiling.block_m}x{tiling.block_n}, {tiling.num_warps} warps, {tiling.num_stages} stages"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="bfloat16, head dims 64 and 128 only")
+    parser.add_argument("--jobs", type=int, default=1, help="compile this many at a time")
+    options = parser.parse_args()
+    print(f"{'kernel':28} {'case':58} {'target':7} {'warps':>5} {'registers':>9} {'spilled':>8} {'shared':>9}")
+    over_budget = 0
+    for case, found in compile_all(matrix(options.quick), options.jobs):
+        over_budget += not found.within_budget
+        verdict = "" if found.within_budget else "  OVER BUDGET"
+        name = found.kernel.strip("_").removesuffix("_kernel")
+        print(
+            f"{name:28} {case.label:58} {'sm_' + str(found.capability):7} {found.num_warps:5} {found.registers:9} "
+            f"{found.spill_bytes:6} B {found.shared_bytes / 1024:5.1f} KiB{verdict}",
+            flush=True,
+        )
+    print(f"{over_budget} over budget (no spills; {', '.join(f'sm_{c}: {b // 1024} KiB' for c, b in SHARED_LIMIT.items())})")
+    return 1 if over_budget else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
