@@ -45,24 +45,19 @@ def _with_rest(
 ) -> Tensor:
     """One softmax over the chosen slots and, for each region, over as many copies of its mean key as are left."""
     batch, query_heads, _, dim = query.shape
-    units, regions = slots.shape[1], rest.values.shape[1]
+    selections, count = slots.shape[1:]
     chosen_keys, chosen_values = gather_rows((keys, values), slots)
-    rows = query.float().view(batch, units, -1, dim)
-    exact = (rows @ chosen_keys.float().transpose(-1, -2)) * scaling
-    # Regions may be of kv heads while every query head selects for itself.
-    by_region = query.float().view(batch, regions, -1, dim)
-    approximate = (by_region @ rest.keys).view(batch, units, rows.shape[2], -1) * scaling
-    logits = torch.cat((exact, approximate), dim=-1)
+    rows = query.float().view(batch, selections, -1, dim)
+    exact = rows @ chosen_keys.float().transpose(-1, -2)
+    logits = torch.cat((exact, rest.scores.view(batch, selections, rows.shape[2], -1)), dim=-1) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    count = slots.shape[2]
     logits[..., :count].masked_fill_((slots < 0)[:, :, None], -torch.inf)
     logits[..., count:] += rest.log_counts[:, :, None]
     if sink_logits is not None:
-        sinks = sink_logits.float().view(1, units, -1, 1).expand(batch, -1, -1, -1)
+        sinks = sink_logits.float().view(1, selections, -1, 1).expand(batch, -1, -1, -1)
         logits = torch.cat((logits, sinks), dim=-1)
     weights = logits.softmax(dim=-1)
-    output = weights[..., :count] @ chosen_values.float()
-    centroids = weights[..., count : count + approximate.shape[-1]].view(batch, regions, -1, approximate.shape[-1])
-    output = output + (centroids @ rest.values).view(output.shape)
+    standing_in = weights[..., count : count + rest.values.shape[2]]
+    output = weights[..., :count] @ chosen_values.float() + standing_in @ rest.values
     return output.to(query.dtype).reshape(batch, query_heads, 1, -1)

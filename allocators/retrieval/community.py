@@ -1,0 +1,149 @@
+"""CommunityKV: communities of the attention graph as the regions that are read (arXiv 2610.00418)."""
+
+import math
+from dataclasses import dataclass, fields
+
+from kvstitch.allocators.options import check_choices, check_counts, check_fractions, check_switches
+from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, RetrievingAllocator
+from kvstitch.allocators.retrieval.community_index import CommunityIndex
+from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
+from kvstitch.allocators.retrieval.graph import AGGREGATIONS, EdgeStore
+from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth, NearestGrowth
+from kvstitch.allocators.retrieval.modularity import DeltaQGrowth
+from kvstitch.allocators.retrieval.partition import PARTITIONS
+from kvstitch.allocators.retrieval.partitioning import Partitioning
+from kvstitch.allocators.retrieval.region_index import TRUNCATIONS, RegionOptions, check_shortlist
+from kvstitch.allocators.retrieval.scoring import COMBINATIONS, SELECTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunityRetrieval(RetrievingAllocator):
+    """Reads the communities of the attention graph whose centroids the query likes best (CommunityKV, arXiv 2610.00418).
+
+    During prefill each query leaves its `top_k` largest attention weights; direct and co-attention edges make a graph of
+    the tokens, Leiden cuts it into communities, and the mean of its keys stands for each. A decode step reads
+    communities from the best down until the budget is full. New tokens go where `growth` says.
+
+    The defaults are `recommended()`, what measures best on the embedded model; `paper()` holds the paper's values.
+
+    Args:
+        top_k: kappa, edges per query.
+        direct_weight: lambda, share of direct attention in the graph; the rest is co-attention.
+        aggregation: one graph per kv head ("query_group": edges by the mean weight of its query heads), per query head
+            ("per_head", whose index holds a list of slots as storage has one order only), or per layer.
+        sinks_in_graph: whether sinks have edges; they are read at every step in any case.
+        partition: what cuts the graph: "leiden", or for the ablation "connected_components", "top_k_neighbourhoods",
+            "kmeans" (on keys), "chunks" or "random", the last four with as many regions as Leiden finds.
+        resolution: gamma of Leiden's modularity, or "auto" to find the one at which a median token sees about
+            `target_tokens` in its own community.
+        target_tokens: see `resolution`.
+        min_mean_tokens: at most one community per so many tokens; the smallest are pooled (see `capped`).
+        run_tokens: length of the runs that tokens without edges, and pooled ones, are cut into.
+        iterations: full Leiden cycles.
+        refine_steps: Lloyd steps on the keys after Leiden.
+        metric: distance of keys for those steps and for "kmeans": "euclidean", or as "queries" feel it (see
+            `QueryGeometry`).
+        seed: of Leiden and of the ablation's partitions.
+        combine: how the query heads of a group rate a community together: "mean" or "max" of their scores, or
+            "softmax_sum" of their shares.
+        select: one selection per "kv_head", or per "query_head" (reads more: the union).
+        truncation: members read of the community that does not fit: the "recent" ones, those first by a scorer
+            ("score", which the press is then given), or those of the largest "exact" q.k.
+        shortlist: communities are listed up to this many times the retrieved slots, and exact q.k picks among their
+            members; 1 for none.
+        replacement: how many of the best communities stand in, by their centroids, for their members that are not read
+            (Multipole attention, which takes all); 0 for none.
+        growth: what becomes of new tokens: "chunk", a community every `growth_tokens`; "nearest", the one with the
+            nearest centroid; "delta_q", the paper's greedy rule on modularity with frozen labels.
+        growth_tokens: see `growth`.
+        refresh: new tokens after which everything is partitioned again in the background; None for never.
+    """
+
+    top_k: int = 8  # paper
+    direct_weight: float = 0.0  # measured: pure co-attention has the lower KL on all three texts
+    aggregation: str = "query_group"  # paper
+    sinks_in_graph: bool = False  # paper
+    partition: str = "leiden"  # paper
+    resolution: float | str = "auto"
+    target_tokens: float = 12.0
+    min_mean_tokens: int = 4
+    run_tokens: int = 16
+    iterations: int = 1
+    refine_steps: int = 0
+    metric: str = "queries"
+    seed: int = 0
+    combine: str = "max"
+    select: str = "kv_head"
+    truncation: str = "exact"
+    shortlist: float = 1.0
+    replacement: int = 0
+    growth: str = "chunk"
+    growth_tokens: int = 16
+    refresh: int | None = None
+
+    def __post_init__(self):
+        check_counts(self, {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0})
+        check_counts(self, {"seed": 0, "growth_tokens": 1} | ({} if self.refresh is None else {"refresh": 1}))
+        check_fractions(self, ("direct_weight",))
+        check_switches(self, ("sinks_in_graph",))
+        choices = {"aggregation": AGGREGATIONS, "partition": PARTITIONS, "combine": COMBINATIONS, "select": SELECTIONS}
+        check_choices(self, choices | {"metric": METRICS})
+        check_choices(self, {"truncation": TRUNCATIONS, "growth": GROWTHS})
+        check_shortlist(self)
+        if self.resolution != "auto":
+            _check_positive("resolution", self.resolution, ", or 'auto'")
+        _check_positive("target_tokens", self.target_tokens)
+        if self.growth == "delta_q" and self.partition == "kmeans":
+            raise ValueError("growth='delta_q' goes on with the graph's communities, which partition='kmeans' replaces")
+
+    @classmethod
+    def recommended(cls, **overrides: object) -> "CommunityRetrieval":
+        """What measures best; the defaults."""
+        return cls(**overrides)
+
+    @classmethod
+    def paper(cls, **overrides: object) -> "CommunityRetrieval":
+        """The paper's values. Where it is silent: gamma 1, whole communities as Leiden finds them, the newest members."""
+        stated = {
+            "direct_weight": 0.5,
+            "resolution": 1.0,
+            "min_mean_tokens": 1,
+            "run_tokens": 1,
+            "metric": "euclidean",
+            "combine": "mean",
+            "truncation": "recent",
+            "growth": "delta_q",
+        }
+        return cls(**(stated | overrides))
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.truncation == "score"
+
+    def start(self, frame: LayerFrame) -> LayerIndex:
+        options = RegionOptions(self.combine, self.select, self.truncation, self.shortlist, self.replacement)
+        names = [field.name for field in fields(Partitioning)]
+        first_node = 0 if self.sinks_in_graph else frame.num_sinks
+        return CommunityIndex(
+            frame,
+            options,
+            self._growth(),
+            EdgeStore(self.top_k, first_node, self.aggregation),
+            Partitioning(**{name: getattr(self, name) for name in names}),
+            first_node,
+            self.refine_steps,
+            self.refresh,
+            QueryGeometry() if self.metric == "queries" else None,
+        )
+
+    def _growth(self) -> Growth:
+        if self.growth == "delta_q":
+            return DeltaQGrowth(self.top_k, self.direct_weight)
+        return ChunkGrowth(self.growth_tokens) if self.growth == "chunk" else NearestGrowth()
+
+
+def _check_positive(name: str, value: object, alternative: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number{alternative}, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive{alternative}, got {value}")

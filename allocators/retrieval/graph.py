@@ -1,0 +1,170 @@
+"""The attention graph of a prompt: what each query attends to most, and what is attended to together."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from scipy.sparse import csr_matrix
+from torch import Tensor
+
+from kvstitch.allocators.retrieval.base import DecodeStep
+from kvstitch.kernels.topk_attention.api import topk_edges
+
+AGGREGATIONS = ("query_group", "per_head", "per_layer")
+
+
+class EdgeStore:
+    """The top-k edges of the queries seen so far, between positions, so that reordering the storage leaves them right.
+
+    Args:
+        top_k: edges per query.
+        num_sinks: first tokens of each row that get no edges.
+        aggregation: one graph per kv head ("query_group": edges by the mean weight over its query heads), per query
+            head, or per layer (weights summed over kv heads, each of which lists its own top k).
+    """
+
+    def __init__(self, top_k: int, num_sinks: int, aggregation: str):
+        self.top_k, self.aggregation, self._num_sinks = top_k, aggregation, num_sinks
+        self._queries: list[Tensor] = []
+        self._keys: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queries
+
+    @property
+    def batch(self) -> int:
+        return self._keys[0].shape[0]
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs per row."""
+        return 1 if self.aggregation == "per_layer" else self._keys[0].shape[1]
+
+    def observe(
+        self,
+        query: Float[Tensor, "B Q N D"],
+        keys: Float[Tensor, "B H T D"],
+        positions: Int64[Tensor, "B H T"],
+        has_empty: bool,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> None:
+        """Adds the edges of the queries of the last N slots."""
+        aggregation = "per_head" if self.aggregation == "per_head" else "query_group"
+        first = (positions[:, 0] < 0).long().cumprod(dim=-1).sum(dim=-1) if has_empty else None
+        edges = topk_edges(
+            query, keys, scaling, self.top_k, self._num_sinks, aggregation, "exact", first, softcap, sink_logits
+        )
+        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), edges.weights)
+
+    def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor) -> None:
+        """Edges from positions `queries` to positions `keys` `[B, U, N, k]`; -1 for none."""
+        self._queries.append(queries)
+        self._keys.append(keys.int())
+        self._weights.append(weights.float())
+
+    def of(self, row: int, graph: int) -> "GraphEdges":
+        """The edges of one graph as they are now; nothing is copied yet."""
+        units = slice(None) if self.aggregation == "per_layer" else slice(graph, graph + 1)
+        return GraphEdges(
+            [queries[row] for queries in self._queries],
+            [keys[row, units] for keys in self._keys],
+            [weights[row, units] for weights in self._weights],
+        )
+
+    def clear(self) -> None:
+        self._queries, self._keys, self._weights = [], [], []
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._queries, self._keys, self._weights = (
+            [function(tensor) for tensor in tensors] for tensors in (self._queries, self._keys, self._weights)
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in (*self._queries, *self._keys, *self._weights))
+
+
+class GraphEdges(NamedTuple):
+    """Pieces of the edges of one graph: positions of queries `[N]`, of keys `[U, N, k]`, and weights; U > 1: summed."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    weights: list[Tensor]
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(query, key, weight) of every edge, and the positions of all queries. Waits for the device."""
+        parts = []
+        for queries, keys, weights in zip(self.queries, self.keys, self.weights):
+            keys, weights = keys.cpu().numpy(), weights.cpu().numpy().astype(np.float64) / keys.shape[0]
+            sources = np.broadcast_to(queries.cpu().numpy()[None, :, None], keys.shape)
+            real = (keys >= 0) & (weights > 0) & (sources >= 0)
+            parts.append((sources[real], keys[real], weights[real]))
+        query, key, weight = (np.concatenate(columns) for columns in zip(*parts))
+        seen = np.concatenate([queries.cpu().numpy() for queries in self.queries])
+        return query, key, weight, seen[seen >= 0]
+
+
+def attention_graph(query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float) -> csr_matrix:
+    """The symmetric graph of CommunityKV (arXiv 2610.00418, design 1), without self-loops, indices sorted.
+
+    `w = direct / 2 (A + A^T) + (1 - direct) A^T A`, where row m of A holds the top-k weights of query m. A query has k
+    edges and k^2 pairs of keys, so memory is linear in the number of tokens.
+    """
+    attention = csr_matrix((weight, (query, key)), shape=(num_nodes, num_nodes))
+    graph = direct_weight / 2 * (attention + attention.T)
+    if direct_weight < 1:
+        graph = graph + (1 - direct_weight) * (attention.T @ attention)
+    graph = graph.tocsr()
+    graph.setdiag(0)
+    graph.eliminate_zeros()
+    graph.sort_indices()
+    return graph
+
+
+def _at(positions: Tensor, columns: Tensor) -> Tensor:
+    """Positions of key columns `[B, U, N, k]`; -1 stays."""
+    units = columns.shape[1]
+    by_unit = positions if units == positions.shape[1] else positions.repeat_interleave(units // positions.shape[1], dim=1)
+    flat = by_unit.gather(-1, columns.clamp(min=0).flatten(2).long()).view(columns.shape)
+    return torch.where(columns < 0, -1, flat)
+
+
+class NewEdges:
+    """Edges of decoded tokens, in room that is made once.
+
+    Args:
+        room: tokens.
+        like: `[B, U, k]` the weights of one step.
+    """
+
+    def __init__(self, room: int, like: Tensor):
+        batch, units, top_k = like.shape
+        self._queries = torch.full((batch, room), -1, dtype=torch.int64, device=like.device)
+        self._keys = torch.full((batch, units, room, top_k), -1, dtype=torch.int32, device=like.device)
+        self._weights = torch.zeros(batch, units, room, top_k, device=like.device)
+        self._count = 0
+
+    def append(self, step: DecodeStep, weights: Float[Tensor, "B U k"], slots: Int64[Tensor, "B U k"]) -> None:
+        self._queries[:, self._count] = step.positions[:, 0, -1]
+        self._keys[:, :, self._count] = _at(step.positions, slots[:, :, None])[:, :, 0]
+        self._weights[:, :, self._count] = weights
+        self._count += 1
+
+    def move_to(self, edges: EdgeStore) -> None:
+        """Adds everything to `edges` and is empty afterwards."""
+        used = slice(0, self._count)
+        edges.add(self._queries[:, used].clone(), self._keys[:, :, used].clone(), self._weights[:, :, used].clone())
+        self._count = 0
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._queries, self._keys, self._weights = function(self._queries), function(self._keys), function(self._weights)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in (self._queries, self._keys, self._weights))

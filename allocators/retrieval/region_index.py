@@ -1,0 +1,272 @@
+"""An index of regions: which are read, how the last one is cut, and what happens to new tokens."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor
+
+from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, Rest
+from kvstitch.allocators.retrieval.exact import best_of_shortlist, rank_range
+from kvstitch.allocators.retrieval.growth import Growth
+from kvstitch.allocators.retrieval.layout import Layout, lay_out
+from kvstitch.allocators.retrieval.members import TailMembers
+from kvstitch.allocators.retrieval.ranges import expand_ranges
+from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
+from kvstitch.allocators.retrieval.scoring import rate_regions
+from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
+from kvstitch.kernels.common.rows import gather_rows
+from kvstitch.views import LayerView
+
+TRUNCATIONS = ("recent", "score", "exact")
+# Labels of new tokens are written into room that grows in strides.
+_ROOM = 256
+
+
+@dataclass(frozen=True)
+class RegionOptions:
+    """How regions are read.
+
+    Args:
+        combine: see `rate_regions`.
+        select: see `rate_regions`.
+        truncation: which members of the region that does not fit are read: the newest, those a scorer puts first, or
+            those with the largest exact q.k, for which all its keys are read.
+        shortlist: regions are read until this many times the retrieved slots are listed; exact q.k picks among them.
+        replacement: how many of the best regions stand in, by their centroids, for their members that are not read.
+        bounds: whether representatives are bounds instead of centroids.
+    """
+
+    combine: str = "mean"
+    select: str = "kv_head"
+    truncation: str = "recent"
+    shortlist: float = 1.0
+    replacement: int = 0
+    bounds: bool = False
+
+
+def check_shortlist(options: object) -> None:
+    """Raise unless the `shortlist` of an allocator is a number from 1."""
+    value = options.shortlist
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"shortlist must be a number, got {value!r}")
+    if not value >= 1:
+        raise ValueError(f"shortlist must be at least 1 (no shortlist), got {value}; the nearest valid value is 1")
+
+
+class RegionIndex(LayerIndex):
+    """Regions of the slots of one layer; how they come about is the subclass's.
+
+    Args:
+        frame: the layer.
+        options: how regions are read.
+        growth: what happens to new tokens.
+    """
+
+    # Whether the storage is put in the order of regions; otherwise an index holds the order.
+    permutes = True
+
+    def __init__(self, frame: LayerFrame, options: RegionOptions, growth: Growth):
+        self.frame = frame
+        self.options = options
+        self.growth = growth
+        self.update_top_k = growth.update_top_k
+        self.tail_start = 0
+        self.store: RegionStore | None = None
+        self.labels: Tensor | None = None
+        self._order: Tensor | None = None
+        self._members: TailMembers | None = None
+        self._buffer: ReadBuffer | None = None
+        self._widest = 0
+
+    @abstractmethod
+    def partition(self, view: LayerView, parts: Parts) -> Int64[Tensor, "B U T"]:
+        """The region of each slot of the body, from 0, and of newer slots if they have one; -1 elsewhere.
+
+        U is H, or Q if every query head has regions of its own.
+        """
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def build(
+        self, view: LayerView, plan: ReadPlan, scores: Float32[Tensor, "B H T"] | None = None
+    ) -> Int64[Tensor, "B H T"] | None:
+        parts = Parts.of(view, plan)
+        labels = self.partition(view, parts)
+        units, heads = labels.shape[1], view.keys.shape[1]
+        body, sinks, positions = (per_unit(x, units) for x in (parts.body, parts.sinks, view.positions))
+        may_have = per_unit(view.valid, units) & ~sinks if self.growth.keeps_labels else body
+        ranks = None if scores is None else per_unit(scores, units)
+        layout = lay_out(torch.where(may_have, labels, -1), positions, sinks, body, parts.boundary, ranks)
+        self.store = self._represent(view, layout, body)
+        permuted = self.permutes and units == heads
+        self._order = None if permuted else layout.order.int()
+        self.labels = (layout.labels.gather(-1, layout.order) if permuted else layout.labels).int()
+        self.tail_start = parts.boundary
+        self._widest = int(layout.sizes.max())
+        self._members = TailMembers(self.store) if self.growth.joins_built else None
+        selections = heads * self.frame.group if self.options.select == "query_head" else units
+        self._buffer = ReadBuffer(plan, parts, selections)
+        self.growth.begin(self, layout)
+        return layout.order if permuted else None
+
+    def known_labels(self, view: LayerView) -> Int64[Tensor, "B U T"] | None:
+        """The present region of each slot, -1 for those that have none yet; None before the first build."""
+        if self.labels is None:
+            return None
+        length = view.positions.shape[-1]
+        self.reserve(length)
+        return self.labels[..., :length].long()
+
+    def _represent(self, view: LayerView, layout: Layout, body: Bool[Tensor, "B U T"]) -> RegionStore:
+        labels, num = torch.where(body, layout.labels, -1), layout.starts.shape[-1]
+        if self.options.bounds:
+            vectors = bounds_of(view.keys, labels, num)
+        else:
+            vectors = centroids(view.keys, labels, num)
+        values = centroids(view.values, labels, num) if self.options.replacement else None
+        return RegionStore(layout, vectors.transpose(2, 3).contiguous(), values)
+
+    # -- decoding ---------------------------------------------------------------------------------------------------
+
+    def select(self, step: DecodeStep) -> Reads:
+        for slot in self._buffer.advance(step.length):
+            self.growth.leave(self, slot, step, self._buffer.joins(slot))
+        options, width = self.options, self._buffer.width
+        rated = rate_regions(
+            self.store,
+            step.query[:, :, 0].float(),
+            options.combine,
+            options.select,
+            self.frame.scaling,
+            options.bounds,
+            want_scores=options.replacement > 0,
+        )
+        listed = max(width, int(width * options.shortlist))
+        best = rated.ratings.topk(min(self.store.num, max(listed, options.replacement)), dim=-1).indices
+        slots, ends = self._read(best[..., :listed], listed, step)
+        key_rows: int | Tensor = 0
+        if listed > width:
+            slots, key_rows = self._pick(step, slots, ends, listed)
+        elif options.truncation == "exact":
+            key_rows = self._cut_exactly(step, slots, best[..., :listed], ends)
+        chosen, complete = self._buffer.fill(slots, step)
+        rest = self._rest(chosen, complete, best[..., : options.replacement], rated.scores) if options.replacement else None
+        index_rows = self.store.num * (2 if options.bounds else 1) + (0 if rest is None else rest.values.shape[2])
+        return Reads(chosen, complete, rest, index_rows, key_rows)
+
+    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int64[Tensor, "B U K"]) -> None:
+        self.growth.update(self, step, weights, slots)
+
+    def _read(self, best: Tensor, width: int, step: DecodeStep) -> tuple[Tensor, Tensor]:
+        """Slots of the given regions, `[B, S, width + 1]`, and the column at which each region ends."""
+        counts, starts = self._of(self.store.counts, best), self._of(self.store.starts, best)
+        ends = counts.cumsum(-1)
+        if self._members is not None:
+            # The listed members come first in a region's columns; they are written over what the range gives there.
+            starts = starts - (counts - self._of(self.store.sizes, best))
+        slots = expand_ranges(starts, counts, ends, width)
+        if self._order is not None:
+            self.reserve(step.length)
+            slots = self._expanded(self._order, slots).gather(-1, slots.clamp(0, step.length - 1)).long()
+        if self._members is not None:
+            self._members.place(slots, best, (ends - counts).clamp_(max=width), self.tail_start)
+        return slots, ends
+
+    def _pick(self, step: DecodeStep, slots: Tensor, ends: Tensor, listed: int) -> tuple[Tensor, int]:
+        slots = slots[..., :listed]
+        valid = None
+        if self._buffer.least_total < listed:
+            valid = torch.arange(listed, device=slots.device) < ends[..., -1:]
+            slots = torch.where(valid, slots, 0)
+        return best_of_shortlist(step, slots, valid, self._buffer.width, self.frame.scaling), listed
+
+    def _cut_exactly(self, step: DecodeStep, slots: Tensor, best: Tensor, ends: Tensor) -> Tensor:
+        limit = self._buffer.width if self._buffer.limits is None else self._buffer.limits
+        num_whole = (ends <= limit).sum(dim=-1, keepdim=True)
+        at = num_whole.clamp(max=best.shape[-1] - 1)
+        region = best.gather(-1, at)
+        counts, sizes = self._of(self.store.counts, region), self._of(self.store.sizes, region)
+        first_column = ends.gather(-1, at) - sizes
+        room = (limit - first_column).clamp_(min=0)
+        sizes = sizes * ((num_whole < best.shape[-1]) & (room > 0))
+        order = None if self._order is None else self._expanded(self._order, slots)
+        starts = self._of(self.store.starts, region)
+        rank_range(step, slots, starts, sizes, first_column, room, self._widest, order)
+        return sizes[..., 0]
+
+    def _rest(self, chosen: Tensor, complete: bool, best: Tensor, scores: Tensor) -> Rest:
+        retrieved = chosen[..., -self._buffer.width :]
+        read = torch.full_like(retrieved, -1) if complete else -(retrieved >= 0).long()
+        labels = self._expanded(self.labels, chosen).gather(-1, retrieved.clamp(min=0)).long()
+        counts = self._expanded(self.store.counts, chosen).clone().scatter_add_(-1, labels.clamp(min=0), read)
+        heads = scores.flatten(1, 2)
+        of_heads = per_unit(best, heads.shape[1])
+        return Rest(
+            scores=heads.gather(-1, of_heads),
+            values=gather_rows((self.store.values,), best)[0],
+            log_counts=counts.gather(-1, best).float().log(),
+        )
+
+    # -- what growth rules call ---------------------------------------------------------------------------------------
+
+    def per_unit(self, x: Tensor) -> Tensor:
+        """`[B, H, ...]` for each unit that has regions, `[B, U, ...]`."""
+        return per_unit(x, self.store.starts.shape[1])
+
+    def label(self, slot: int, labels: "Tensor | int") -> None:
+        """Writes down the region `[B, U]` of a new slot."""
+        self.reserve(slot + 1)
+        self.labels[..., slot] = labels
+
+    def reserve(self, length: int) -> None:
+        """Makes room for the labels of `length` slots."""
+        if length <= self.labels.shape[-1]:
+            return
+        extra = length + _ROOM - self.labels.shape[-1]
+        if self._order is not None:
+            start = self._order.shape[-1]
+            new = torch.arange(start, length + _ROOM, dtype=torch.int32, device=self._order.device)
+            self._order = torch.cat((self._order, new.expand(*self._order.shape[:2], -1)), dim=-1)
+        self.labels = torch.nn.functional.pad(self.labels, (0, extra), value=-1)
+
+    def list_member(self, labels: Int64[Tensor, "B U 1"], joins: Bool[Tensor, "B 1"] | None) -> None:
+        """The next slot that left the window becomes a member of a built region."""
+        self._members.append(labels, joins)
+
+    # -- the rest of the contract -------------------------------------------------------------------------------------
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.store is None:
+            return
+        self.labels = function(self.labels)
+        self._order = None if self._order is None else function(self._order)
+        self.growth.map_rows(function)
+        for part in (self.store, self._members, self._buffer):
+            if part is not None:
+                part.map_rows(function)
+
+    @property
+    def stored_bytes(self) -> int:
+        if self.store is None:
+            return 0
+        order = 0 if self._order is None else self._order.untyped_storage().nbytes()
+        return self.store.stored_bytes + self.growth.stored_bytes + self.labels.untyped_storage().nbytes() + order
+
+    def describe(self) -> dict[str, Tensor]:
+        return {} if self.store is None else {"sizes": self.store.counts.clone()}
+
+    def _of(self, x: Int64[Tensor, "B U C"], columns: Int64[Tensor, "B S K"]) -> Int64[Tensor, "B S K"]:
+        return self._expanded(x, columns).gather(-1, columns)
+
+    @staticmethod
+    def _expanded(x: Tensor, like: Tensor) -> Tensor:
+        """`[B, U, ...]` for each selection."""
+        return per_unit(x, like.shape[1])
+
+
+def per_unit(x: Tensor, units: int) -> Tensor:
+    """`[B, H, ...]` for each of `units` units, of which several in a row may share a head."""
+    return x if x.shape[1] == units else x.repeat_interleave(units // x.shape[1], dim=1)

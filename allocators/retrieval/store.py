@@ -1,0 +1,143 @@
+"""What an index holds of its regions: where their members lie, and the vectors that stand for them."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from kvstitch.allocators.retrieval.layout import Layout
+
+# Room for regions that open while the model decodes; grown in strides, so that a step copies nothing.
+_LEAST_GROWTH = 64
+
+
+class RegionStore:
+    """Ranges and representatives of the regions of one layer, one column a region.
+
+    Representatives are stored dimension by dimension (`[B, U, E, C]`): scoring them is then one product of a row with a
+    matrix that is read front to back, four times as fast on a CPU as one with rows of D.
+
+    Attributes: views of the columns in use, C = `num`.
+        starts, sizes: `[B, U, C]` int64, the range in which the members lie.
+        counts: `[B, U, C]` int64, all members: `sizes`, and those that are listed elsewhere.
+        bias: `[B, U, C]` 0, or -inf where there is no member.
+        vectors: `[B, U, E, C]` float32 representatives, E = D for centroids, 2 D for bounds (largest, smallest).
+        values: `[B, U, C, D]` float32 mean values, or None.
+    """
+
+    starts: Tensor
+    sizes: Tensor
+    counts: Tensor
+    bias: Tensor
+    vectors: Tensor
+    values: Tensor | None
+
+    def __init__(self, layout: Layout, vectors: Float32[Tensor, "B U E C"], values: Float32[Tensor, "B U C D"] | None = None):
+        self.num = layout.starts.shape[-1]
+        bias = torch.zeros(layout.sizes.shape, device=layout.sizes.device).masked_fill_(layout.sizes == 0, -torch.inf)
+        self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "counts": layout.sizes.clone(), "bias": bias}
+        self._tensors |= {"vectors": vectors} | ({} if values is None else {"values": values})
+        self._refresh()
+
+    @property
+    def capacity(self) -> int:
+        return self._tensors["starts"].shape[-1]
+
+    @property
+    def has_values(self) -> bool:
+        return self.values is not None
+
+    def open(self) -> None:
+        """Makes an empty column at the end."""
+        self.num += 1
+        room = self._tensors["starts"].shape[-1]
+        if self.num > room:
+            extra = max(_LEAST_GROWTH, room // 4)
+            for name, tensor in self._tensors.items():
+                padding = (0, 0, 0, extra) if name == "values" else (0, extra)
+                self._tensors[name] = torch.nn.functional.pad(tensor, padding, value=-torch.inf if name == "bias" else 0)
+        self._refresh()
+
+    def score(self, rows: Float32[Tensor, "B U N E"]) -> Float32[Tensor, "B U N C"]:
+        """Product of each row with each representative; -inf for columns without members."""
+        batch, units, count, _ = rows.shape
+        out = torch.baddbmm(self.bias.flatten(0, 1)[:, None], rows.flatten(0, 1), self.vectors.flatten(0, 1))
+        return out.view(batch, units, count, self.num)
+
+    def average_last(self, key: Tensor, value: Tensor | None, weight: "float | Tensor") -> None:
+        """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
+        mean = self.vectors[..., -1]
+        mean += (key - mean) * weight
+        if value is not None:
+            mean = self.values[:, :, -1]
+            mean += (value - mean) * weight
+
+    def widen_last(self, key: Tensor, weight: "float | Tensor") -> None:
+        """Extends the bounds of the last column; weight 1 sets them, 0 leaves them."""
+        bounds = self.vectors[..., -1]
+        dim = key.shape[-1]
+        upper, lower = torch.maximum(bounds[..., :dim], key), torch.minimum(bounds[..., dim:], key)
+        new = torch.cat((upper, lower), dim=-1)
+        weight = torch.as_tensor(weight, device=key.device)
+        new = torch.where(weight == 1, torch.cat((key, key), dim=-1), new)
+        bounds.copy_(torch.where(weight == 0, bounds, new))
+
+    def vectors_at(self, columns: Int64[Tensor, "B U 1"]) -> Float32[Tensor, "B U E 1"]:
+        return self.vectors.gather(-1, columns[:, :, None].expand(-1, -1, self.vectors.shape[2], -1))
+
+    def average_at(self, columns: Int64[Tensor, "B U 1"], key: Tensor, value: Tensor | None, weight: Tensor) -> None:
+        """Moves the means of one column a unit towards `[B, U, D]` vectors by `weight` `[B, U, 1]`."""
+        index = columns[:, :, None].expand(-1, -1, self.vectors.shape[2], -1)
+        mean = self.vectors.gather(-1, index)
+        self.vectors.scatter_(-1, index, mean + (key[..., None] - mean) * weight[..., None])
+        if value is not None:
+            index = columns[..., None].expand(-1, -1, -1, value.shape[-1])
+            mean = self.values.gather(2, index)
+            self.values.scatter_(2, index, mean + (value[:, :, None] - mean) * weight[..., None])
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._tensors = {name: function(tensor) for name, tensor in self._tensors.items()}
+        self._refresh()
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
+
+    def _refresh(self) -> None:
+        used = slice(0, self.num)
+        self.starts, self.sizes, self.counts, self.bias, self.vectors = (
+            self._tensors[name][..., used] for name in ("starts", "sizes", "counts", "bias", "vectors")
+        )
+        self.values = self._tensors["values"][:, :, used] if "values" in self._tensors else None
+
+
+def centroids(keys: Float[Tensor, "B H T D"], labels: Int64[Tensor, "B U T"], num: int) -> Float32[Tensor, "B U C D"]:
+    """Mean of the members of each region, in float32; U = H, or Q where heads of a group have regions of their own."""
+    batch, heads, length, dim = keys.shape
+    units = labels.shape[1]
+    group = units // heads
+    # A column more takes what lies in no region.
+    sums = torch.zeros(batch, heads, group, num + 1, dim, device=keys.device)
+    counts = torch.zeros(batch, heads, group, num + 1, device=keys.device)
+    by_group = (labels + 1).view(batch, heads, group, length)
+    first_row = torch.arange(0, batch * heads * (num + 1), num + 1, device=keys.device).view(batch, heads, 1)
+    rows = keys.reshape(-1, dim).float()
+    for member in range(group):
+        index = (by_group[:, :, member] + first_row).flatten()
+        flat = torch.zeros(batch * heads * (num + 1), dim, device=keys.device).index_add_(0, index, rows)
+        sums[:, :, member] = flat.view(batch, heads, num + 1, dim)
+        counts[:, :, member].scatter_add_(-1, by_group[:, :, member], torch.ones_like(by_group[:, :, member], dtype=torch.float32))
+    means = sums[..., 1:, :] / counts[..., 1:, None].clamp(min=1)
+    return means.view(batch, units, num, dim)
+
+
+def bounds_of(keys: Float[Tensor, "B H T D"], labels: Int64[Tensor, "B H T"], num: int) -> Float32[Tensor, "B H C E"]:
+    """Largest and smallest value of each dimension over the members of each region (E = 2 D); 0 without members."""
+    batch, heads, _, dim = keys.shape
+    index = (labels + 1)[..., None].expand(-1, -1, -1, dim)
+    upper = torch.zeros(batch, heads, num + 1, dim, device=keys.device)
+    lower = torch.zeros_like(upper)
+    upper.scatter_reduce_(2, index, keys.float(), "amax", include_self=False)
+    lower.scatter_reduce_(2, index, keys.float(), "amin", include_self=False)
+    return torch.cat((upper, lower), dim=-1)[:, :, 1:]
