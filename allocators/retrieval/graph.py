@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
@@ -150,7 +150,7 @@ class NewEdges:
         self._weights = torch.zeros(batch, units, room, top_k, device=like.device)
         self._count = 0
 
-    def append(self, step: DecodeStep, weights: Float[Tensor, "B U k"], slots: Int64[Tensor, "B U k"]) -> None:
+    def append(self, step: DecodeStep, weights: Float[Tensor, "B U k"], slots: Int[Tensor, "B U k"]) -> None:
         self._queries[:, self._count] = step.positions[:, 0, -1]
         self._keys[:, :, self._count] = _at(step.positions, slots[:, :, None])[:, :, 0]
         self._weights[:, :, self._count] = weights

@@ -54,8 +54,7 @@ class ChunkGrowth(Growth):
     """Every `tokens` new tokens are a region of their own."""
 
     def __init__(self, tokens: int, bounds: bool = False):
-        self._tokens = tokens
-        self._bounds = bounds
+        self._tokens, self._bounds = tokens, bounds
 
     def leave(self, index, slot, step, joins):
         place = (slot - index.tail_start) % self._tokens
@@ -63,67 +62,18 @@ class ChunkGrowth(Growth):
         if place == 0:
             store.open()
             store.starts[..., -1] = slot
-        if joins is None:
-            store.sizes[..., -1] += 1
-            store.counts[..., -1] += 1
             store.bias[..., -1] = 0
-        else:
+            index.label(slice(slot, slot + self._tokens), store.num - 1)
+        if joins is not None:
             # Only the first slots of a chunk can be sinks, so what remains is still one range.
             store.starts[..., -1] += ~joins
-            store.sizes[..., -1] += joins
-            store.counts[..., -1] += joins
-            store.bias[..., -1].masked_fill_(joins, 0)
-        index.label(slot, store.num - 1)
-        key = index.per_unit(step.keys[:, :, slot]).float()
+            store.bias[..., -1].masked_fill_(~joins, -torch.inf).masked_fill_(joins, 0)
+        joined = 1 if joins is None else joins
+        store.sizes[..., -1] += joined
+        store.counts[..., -1] += joined
         weight = 1 / (place + 1) if joins is None else (joins / store.counts[..., -1].clamp(min=1))[..., None]
+        key = index.per_unit(step.keys[:, :, slot]).float()
         if self._bounds:
             store.widen_last(key, weight)
         else:
             store.average_last(key, index.per_unit(step.values[:, :, slot]).float() if store.has_values else None, weight)
-
-
-class JoiningGrowth(Growth):
-    """New tokens join regions that exist: counts, centroids and the list of new members, all in O(D)."""
-
-    joins_built = True
-
-    def join(self, index, slot: int, step: DecodeStep, labels: Tensor, joins: Tensor | None) -> None:
-        """`labels` `[B, U, 1]` regions that the token in `slot` becomes a member of."""
-        store = index.store
-        index.list_member(labels, joins)
-        one = torch.ones_like(labels) if joins is None else joins[..., None].expand_as(labels).long()
-        store.counts.scatter_add_(-1, labels, one)
-        counts = store.counts.gather(-1, labels)
-        store.bias.scatter_(-1, labels, torch.where(counts > 0, 0.0, -torch.inf))
-        weight = one / counts.clamp(min=1)
-        key = index.per_unit(step.keys[:, :, slot]).float()
-        value = index.per_unit(step.values[:, :, slot]).float() if store.has_values else None
-        store.average_at(labels, key, value, weight)
-
-
-class NearestGrowth(JoiningGrowth):
-    """A new token joins the region with the nearest centroid, by Euclidean distance of keys."""
-
-    def __init__(self):
-        self._half_norms: Tensor | None = None
-
-    def begin(self, index, layout):
-        self._half_norms = index.store.vectors.square().sum(dim=2) / 2
-
-    def leave(self, index, slot, step, joins):
-        store = index.store
-        key = index.per_unit(step.keys[:, :, slot]).float()
-        # |k - c|^2 is smallest where k.c - |c|^2 / 2 is largest.
-        labels = (store.score(key[:, :, None])[:, :, 0] - self._half_norms).argmax(dim=-1, keepdim=True)
-        index.label(slot, labels[..., 0])
-        self.join(index, slot, step, labels, joins)
-        norms = store.vectors_at(labels).square().sum(dim=2) / 2
-        self._half_norms.scatter_(-1, labels, norms)
-
-    def map_rows(self, function):
-        if self._half_norms is not None:
-            self._half_norms = function(self._half_norms)
-
-    @property
-    def stored_bytes(self) -> int:
-        return 0 if self._half_norms is None else self._half_norms.untyped_storage().nbytes()

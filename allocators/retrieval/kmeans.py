@@ -24,13 +24,23 @@ def kmeans(keys: Float[Tensor, "N D"], count: int, steps: int, seed: int) -> Int
     return _lloyd(keys, keys[drawn.sort().values.to(keys.device)], steps)
 
 
-def refined(keys: Float[Tensor, "N D"], labels: Int64[Tensor, "N"], steps: int) -> Int64[Tensor, "N"]:
-    """Labels after Lloyd steps that start from the centroids of given clusters, of which there are no more afterwards."""
-    keys = keys.float()
-    count = int(labels.max()) + 1 if labels.numel() else 0
-    if steps == 0 or count == 0:
+def refined(
+    keys: Float[Tensor, "N D"], labels: Int64[Tensor, "N"], steps: int, seed: int
+) -> Int64[Tensor, "N"]:
+    """Clusters of the keys by Lloyd steps that start from one member of each given cluster.
+
+    Members are drawn: means of clusters that were not made of keys lie close together, and Lloyd parts them slowly.
+
+    Returns: labels, of which no more exist than before; the given ones for 0 steps.
+    """
+    if steps == 0 or labels.numel() == 0:
         return labels
-    return _lloyd(keys, _means(keys, labels, keys.new_zeros(count, keys.shape[1])), steps - 1)
+    keys = keys.float()
+    order = torch.randperm(labels.numel(), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    first = torch.full((int(labels.max()) + 1,), labels.numel(), dtype=torch.int64, device=labels.device)
+    place = torch.arange(labels.numel(), device=labels.device)
+    first.scatter_reduce_(0, labels[order], place, "amin")
+    return _lloyd(keys, keys[order[first[first < labels.numel()]]], steps)
 
 
 def _lloyd(keys: Float32[Tensor, "N D"], means: Float32[Tensor, "C D"], steps: int) -> Int64[Tensor, "N"]:

@@ -21,12 +21,13 @@ class PlainIndex(LayerIndex):
     def __init__(self, frame: LayerFrame, units_per_head: int):
         self.frame = frame
         self._units_per_head = units_per_head
+        self.parts: Parts | None = None
         self._buffer: ReadBuffer | None = None
 
     def build(
         self, view: LayerView, plan: ReadPlan, scores: Float32[Tensor, "B H T"] | None = None
     ) -> Int64[Tensor, "B H T"] | None:
-        parts = Parts.of(view, plan)
+        self.parts = parts = Parts.of(view, plan)
         self._buffer = ReadBuffer(plan, parts, view.keys.shape[1] * self._units_per_head)
         old = torch.arange(view.positions.shape[-1], device=view.positions.device) < parts.boundary
         in_front = (view.valid | ~old).to(torch.int8)

@@ -67,6 +67,7 @@ class ReadBuffer:
     Attributes:
         width: slots that the largest row retrieves.
         least_total: tokens in the regions of the shortest row, or a lower bound.
+        boundary: first slot of the window.
     """
 
     def __init__(self, plan: ReadPlan, parts: Parts, units: int):
@@ -80,7 +81,7 @@ class ReadBuffer:
         self._same_limits = len(set(plan.retrieved)) == 1
         self._filled = self._same_limits and min(parts.num_body) >= self.width
         self.least_total = min(parts.num_body)
-        self._boundary = parts.boundary
+        self.boundary = parts.boundary
         self._check = parts.has_empty_recent
         self._slots = torch.zeros(len(parts.first), units, plan.width, dtype=torch.int64, device=device)
         self._slots[..., : self._num_sinks] = self._first + torch.arange(self._num_sinks, device=device)
@@ -98,8 +99,8 @@ class ReadBuffer:
 
     def advance(self, length: int) -> range:
         """Moves the window to the end of `length` slots; returns the slots that left it since the last call."""
-        left = range(self._boundary, length - self.num_recent)
-        self._boundary = left.stop
+        left = range(self.boundary, length - self.num_recent)
+        self.boundary = left.stop
         if len(left):
             self._recent.add_(len(left))
         self.least_total += sum(self.joins(slot) is None for slot in left)
@@ -119,7 +120,7 @@ class ReadBuffer:
     def body_mask(self, step: DecodeStep) -> Bool[Tensor, "B 1 T"]:
         """Slots that may be retrieved now; padding among new tokens counts, `fill` drops it."""
         slot = torch.arange(step.length, device=step.keys.device)
-        return (slot >= self._first + self._num_sinks) & (slot < self._boundary)
+        return (slot >= self._first + self._num_sinks) & (slot < self.boundary)
 
     def fill(self, retrieved: Int64[Tensor, "B U R1"], step: DecodeStep) -> tuple[Int64[Tensor, "B U M"], bool]:
         """The slots of the step, -1 where there is none, and whether none is -1.
@@ -132,7 +133,7 @@ class ReadBuffer:
         body.copy_(retrieved[..., : self.width])
         if not self._filled:
             body.masked_fill_(self._place >= torch.minimum(self._limits, self._totals), -1)
-        overlapping = self._boundary < self._most_first + self._num_sinks
+        overlapping = self.boundary < self._most_first + self._num_sinks
         if self._filled and not overlapping and not self._check:
             return self._slots, True
         slots = self._slots

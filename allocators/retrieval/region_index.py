@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float32, Int, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, Rest
@@ -118,16 +118,17 @@ class RegionIndex(LayerIndex):
             return None
         length = view.positions.shape[-1]
         self.reserve(length)
-        return self.labels[..., :length].long()
+        labels = self.labels[..., :length].long()
+        if not self.growth.keeps_labels:
+            labels[..., self._buffer.boundary :] = -1
+        return labels
 
     def _represent(self, view: LayerView, layout: Layout, body: Bool[Tensor, "B U T"]) -> RegionStore:
-        labels, num = torch.where(body, layout.labels, -1), layout.starts.shape[-1]
-        if self.options.bounds:
-            vectors = bounds_of(view.keys, labels, num)
-        else:
-            vectors = centroids(view.keys, labels, num)
-        values = centroids(view.values, labels, num) if self.options.replacement else None
-        return RegionStore(layout, vectors.transpose(2, 3).contiguous(), values)
+        # Only rules that give a token its region when it comes count those in the window.
+        labels = layout.labels if self.growth.keeps_labels else torch.where(body, layout.labels, -1)
+        num = layout.starts.shape[-1]
+        rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
+        return RegionStore(layout, rows, centroids(view.values, labels, num) if self.options.replacement else None)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -146,24 +147,31 @@ class RegionIndex(LayerIndex):
         )
         listed = max(width, int(width * options.shortlist))
         best = rated.ratings.topk(min(self.store.num, max(listed, options.replacement)), dim=-1).indices
-        slots, ends = self._read(best[..., :listed], listed, step)
+        counts = self._of(self.store.counts, best)
+        ends = counts.cumsum(-1)
+        slots = self._read(step, best, counts, ends, listed)
         key_rows: int | Tensor = 0
         if listed > width:
             slots, key_rows = self._pick(step, slots, ends, listed)
         elif options.truncation == "exact":
-            key_rows = self._cut_exactly(step, slots, best[..., :listed], ends)
+            key_rows = self._cut_exactly(step, slots, best, counts, ends)
         chosen, complete = self._buffer.fill(slots, step)
-        rest = self._rest(chosen, complete, best[..., : options.replacement], rated.scores) if options.replacement else None
-        index_rows = self.store.num * (2 if options.bounds else 1) + (0 if rest is None else rest.values.shape[2])
-        return Reads(chosen, complete, rest, index_rows, key_rows)
+        if not options.replacement:
+            return Reads(chosen, complete, None, self._index_rows, key_rows)
+        left = self._left_of_shortlist(chosen, best) if listed > width else self._left(counts, ends)
+        rest = self._rest(best[..., : options.replacement], left[..., : options.replacement], rated.scores)
+        return Reads(chosen, complete, rest, self._index_rows + rest.values.shape[2], key_rows)
 
-    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int64[Tensor, "B U K"]) -> None:
+    @property
+    def _index_rows(self) -> int:
+        return self.store.num * (2 if self.options.bounds else 1)
+
+    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
         self.growth.update(self, step, weights, slots)
 
-    def _read(self, best: Tensor, width: int, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """Slots of the given regions, `[B, S, width + 1]`, and the column at which each region ends."""
-        counts, starts = self._of(self.store.counts, best), self._of(self.store.starts, best)
-        ends = counts.cumsum(-1)
+    def _read(self, step: DecodeStep, best: Tensor, counts: Tensor, ends: Tensor, width: int) -> Tensor:
+        """Slots of the given regions one after another, `[B, S, width + 1]`, the last column without meaning."""
+        starts = self._of(self.store.starts, best)
         if self._members is not None:
             # The listed members come first in a region's columns; they are written over what the range gives there.
             starts = starts - (counts - self._of(self.store.sizes, best))
@@ -173,7 +181,7 @@ class RegionIndex(LayerIndex):
             slots = self._expanded(self._order, slots).gather(-1, slots.clamp(0, step.length - 1)).long()
         if self._members is not None:
             self._members.place(slots, best, (ends - counts).clamp_(max=width), self.tail_start)
-        return slots, ends
+        return slots
 
     def _pick(self, step: DecodeStep, slots: Tensor, ends: Tensor, listed: int) -> tuple[Tensor, int]:
         slots = slots[..., :listed]
@@ -183,12 +191,12 @@ class RegionIndex(LayerIndex):
             slots = torch.where(valid, slots, 0)
         return best_of_shortlist(step, slots, valid, self._buffer.width, self.frame.scaling), listed
 
-    def _cut_exactly(self, step: DecodeStep, slots: Tensor, best: Tensor, ends: Tensor) -> Tensor:
-        limit = self._buffer.width if self._buffer.limits is None else self._buffer.limits
+    def _cut_exactly(self, step: DecodeStep, slots: Tensor, best: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        limit = self._limit
         num_whole = (ends <= limit).sum(dim=-1, keepdim=True)
         at = num_whole.clamp(max=best.shape[-1] - 1)
         region = best.gather(-1, at)
-        counts, sizes = self._of(self.store.counts, region), self._of(self.store.sizes, region)
+        sizes = self._of(self.store.sizes, region)
         first_column = ends.gather(-1, at) - sizes
         room = (limit - first_column).clamp_(min=0)
         sizes = sizes * ((num_whole < best.shape[-1]) & (room > 0))
@@ -197,17 +205,26 @@ class RegionIndex(LayerIndex):
         rank_range(step, slots, starts, sizes, first_column, room, self._widest, order)
         return sizes[..., 0]
 
-    def _rest(self, chosen: Tensor, complete: bool, best: Tensor, scores: Tensor) -> Rest:
+    @property
+    def _limit(self) -> Tensor | int:
+        return self._buffer.width if self._buffer.limits is None else self._buffer.limits
+
+    def _left(self, counts: Tensor, ends: Tensor) -> Tensor:
+        """Members of each region that are not read, if regions are read one after another."""
+        return (ends - self._limit).clamp_(min=0).minimum(counts)
+
+    def _left_of_shortlist(self, chosen: Tensor, best: Tensor) -> Tensor:
         retrieved = chosen[..., -self._buffer.width :]
-        read = torch.full_like(retrieved, -1) if complete else -(retrieved >= 0).long()
-        labels = self._expanded(self.labels, chosen).gather(-1, retrieved.clamp(min=0)).long()
-        counts = self._expanded(self.store.counts, chosen).clone().scatter_add_(-1, labels.clamp(min=0), read)
+        labels = self._expanded(self.labels, chosen).gather(-1, retrieved.clamp(min=0)).long().clamp_(min=0)
+        counts = self._expanded(self.store.counts, chosen).clone()
+        return counts.scatter_add_(-1, labels, -(retrieved >= 0).long()).gather(-1, best)
+
+    def _rest(self, best: Tensor, left: Tensor, scores: Tensor) -> Rest:
         heads = scores.flatten(1, 2)
-        of_heads = per_unit(best, heads.shape[1])
         return Rest(
-            scores=heads.gather(-1, of_heads),
+            scores=heads.gather(-1, per_unit(best, heads.shape[1])),
             values=gather_rows((self.store.values,), best)[0],
-            log_counts=counts.gather(-1, best).float().log(),
+            log_counts=left.float().log_(),
         )
 
     # -- what growth rules call ---------------------------------------------------------------------------------------
@@ -216,10 +233,10 @@ class RegionIndex(LayerIndex):
         """`[B, H, ...]` for each unit that has regions, `[B, U, ...]`."""
         return per_unit(x, self.store.starts.shape[1])
 
-    def label(self, slot: int, labels: "Tensor | int") -> None:
-        """Writes down the region `[B, U]` of a new slot."""
-        self.reserve(slot + 1)
-        self.labels[..., slot] = labels
+    def label(self, slots: slice, labels: "Tensor | int") -> None:
+        """Writes down the region `[B, U, N]` of new slots."""
+        self.reserve(slots.stop)
+        self.labels[..., slots] = labels
 
     def reserve(self, length: int) -> None:
         """Makes room for the labels of `length` slots."""

@@ -15,12 +15,12 @@ _LEAST_GROWTH = 64
 class RegionStore:
     """Ranges and representatives of the regions of one layer, one column a region.
 
-    Representatives are stored dimension by dimension (`[B, U, E, C]`): scoring them is then one product of a row with a
-    matrix that is read front to back, four times as fast on a CPU as one with rows of D.
+    On a CPU representatives are stored dimension by dimension: scoring them is then one product of a row with a matrix
+    that is read front to back, four times as fast as with rows of D. A GPU does not care, and its kernels want rows.
 
     Attributes: views of the columns in use, C = `num`.
         starts, sizes: `[B, U, C]` int64, the range in which the members lie.
-        counts: `[B, U, C]` int64, all members: `sizes`, and those that are listed elsewhere.
+        counts: `[B, U, C]` int64, all members that may be read: `sizes`, and those that are listed elsewhere.
         bias: `[B, U, C]` 0, or -inf where there is no member.
         vectors: `[B, U, E, C]` float32 representatives, E = D for centroids, 2 D for bounds (largest, smallest).
         values: `[B, U, C, D]` float32 mean values, or None.
@@ -33,29 +33,39 @@ class RegionStore:
     vectors: Tensor
     values: Tensor | None
 
-    def __init__(self, layout: Layout, vectors: Float32[Tensor, "B U E C"], values: Float32[Tensor, "B U C D"] | None = None):
+    def __init__(self, layout: Layout, rows: Float32[Tensor, "B U C E"], values: Float32[Tensor, "B U C D"] | None = None):
         self.num = layout.starts.shape[-1]
         bias = torch.zeros(layout.sizes.shape, device=layout.sizes.device).masked_fill_(layout.sizes == 0, -torch.inf)
         self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "counts": layout.sizes.clone(), "bias": bias}
-        self._tensors |= {"vectors": vectors} | ({} if values is None else {"values": values})
+        self._by_dimension = rows.device.type == "cpu"
+        self._tensors["vectors"] = rows.transpose(2, 3).contiguous() if self._by_dimension else rows.contiguous()
+        if values is not None:
+            self._tensors["values"] = values
         self._refresh()
 
     @property
     def capacity(self) -> int:
+        """Columns that there is room for."""
         return self._tensors["starts"].shape[-1]
 
     @property
     def has_values(self) -> bool:
         return self.values is not None
 
+    @property
+    def vector_rows(self) -> Float32[Tensor, "B U C E"]:
+        """Representatives of all columns that there is room for, zero in those that were never used."""
+        vectors = self._tensors["vectors"]
+        return vectors.transpose(2, 3) if self._by_dimension else vectors
+
     def open(self) -> None:
         """Makes an empty column at the end."""
         self.num += 1
-        room = self._tensors["starts"].shape[-1]
-        if self.num > room:
-            extra = max(_LEAST_GROWTH, room // 4)
+        if self.num > self.capacity:
+            extra = max(_LEAST_GROWTH, self.capacity // 4)
+            by_row = ("values",) if self._by_dimension else ("values", "vectors")
             for name, tensor in self._tensors.items():
-                padding = (0, 0, 0, extra) if name == "values" else (0, extra)
+                padding = (0, 0, 0, extra) if name in by_row else (0, extra)
                 self._tensors[name] = torch.nn.functional.pad(tensor, padding, value=-torch.inf if name == "bias" else 0)
         self._refresh()
 
@@ -67,20 +77,17 @@ class RegionStore:
 
     def average_last(self, key: Tensor, value: Tensor | None, weight: "float | Tensor") -> None:
         """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
-        mean = self.vectors[..., -1]
-        mean += (key - mean) * weight
+        self.vectors[..., -1].lerp_(key, weight)
         if value is not None:
-            mean = self.values[:, :, -1]
-            mean += (value - mean) * weight
+            self.values[:, :, -1].lerp_(value, weight)
 
     def widen_last(self, key: Tensor, weight: "float | Tensor") -> None:
         """Extends the bounds of the last column; weight 1 sets them, 0 leaves them."""
         bounds = self.vectors[..., -1]
         dim = key.shape[-1]
         upper, lower = torch.maximum(bounds[..., :dim], key), torch.minimum(bounds[..., dim:], key)
-        new = torch.cat((upper, lower), dim=-1)
         weight = torch.as_tensor(weight, device=key.device)
-        new = torch.where(weight == 1, torch.cat((key, key), dim=-1), new)
+        new = torch.where(weight == 1, torch.cat((key, key), dim=-1), torch.cat((upper, lower), dim=-1))
         bounds.copy_(torch.where(weight == 0, bounds, new))
 
     def vectors_at(self, columns: Int64[Tensor, "B U 1"]) -> Float32[Tensor, "B U E 1"]:
@@ -106,9 +113,10 @@ class RegionStore:
 
     def _refresh(self) -> None:
         used = slice(0, self.num)
-        self.starts, self.sizes, self.counts, self.bias, self.vectors = (
-            self._tensors[name][..., used] for name in ("starts", "sizes", "counts", "bias", "vectors")
+        self.starts, self.sizes, self.counts, self.bias = (
+            self._tensors[name][..., used] for name in ("starts", "sizes", "counts", "bias")
         )
+        self.vectors = self.vector_rows[:, :, used].transpose(2, 3)
         self.values = self._tensors["values"][:, :, used] if "values" in self._tensors else None
 
 

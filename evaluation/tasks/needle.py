@@ -11,14 +11,16 @@ from kvstitch.evaluation.tasks.encoding import Ask, build_sample, encode
 from kvstitch.evaluation.tasks.prose import NAMES, prose
 
 _PROMPT = "Some facts are hidden in the text below. Keep them in mind, for they will be asked about.\n\n"
-_NEEDLE = "The secret code of the {name} is {value}."
-_CUE = "\n\nQuestion: What is the secret code of the {name}?\nAnswer: The secret code of the {name} is"
+# The cue ends as the needle begins. A 135M model finds four of four such needles, but two of four whose sentence is
+# "The secret code of the amber is 8020." and which are asked for by a question.
+_NEEDLE = "Remember that {name} = {value}."
+_CUE = "\nAnswer. As stated above: Remember that {name} ="
 _GOLDEN = 0.618033988749895
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needle(Task):
-    """Codes of `num_keys` things at depths spread over the text, each of them asked for.
+    """Numbers called by `num_keys` names at depths spread over the text, each of them asked for.
 
     With one key there is nothing to mix up (single); with several, the others distract from the one that is asked for (multi
     key). The depths differ from sample to sample, and together cover the text evenly.
@@ -26,19 +28,19 @@ class Needle(Task):
     Args:
         length: tokens of the text, reached to within a sentence.
         num_keys: facts in each text.
-        num_questions: how many of them are asked for, at depths from early to late.
-        digits: of each code.
+        num_questions: how many of them are asked for, at depths from early to late; `None`: one of every two neighbours.
+        digits: of each number.
     """
 
     length: int = 2560
-    num_keys: int = 4
-    num_questions: int = 4
+    num_keys: int = 14
+    num_questions: int | None = None
     digits: int = 4
     num_samples: int = 6
     prefill_tokens: int | None = 512
     chat: bool = False
     grader: str = "first_number"
-    max_new_tokens: int = 8
+    max_new_tokens: int = 6
     seed: int = 42
 
     def __post_init__(self):
@@ -47,8 +49,10 @@ class Needle(Task):
             raise ValueError("task.num_samples=null: task=needle generates samples without end, give a number")
         if not 1 <= self.num_keys <= len(NAMES):
             raise ValueError(f"task.num_keys must be in [1, {len(NAMES)}], got {self.num_keys}")
-        if not 1 <= self.num_questions <= self.num_keys:
-            raise ValueError(f"task.num_questions must be in [1, task.num_keys={self.num_keys}], got {self.num_questions}")
+        if self.num_questions is not None and not 1 <= self.num_questions <= self.num_keys:
+            raise ValueError(
+                f"task.num_questions must be null or in [1, task.num_keys={self.num_keys}], got {self.num_questions}"
+            )
         if not 2 <= self.digits <= 12:
             raise ValueError(f"task.digits must be in [2, 12], got {self.digits}")
 
@@ -72,10 +76,10 @@ class Needle(Task):
         # Later needles first, so that the places of the earlier ones stay what they are.
         for needle, depth in reversed(list(zip(needles, self._depths(index)))):
             text.insert(round(depth * len(text)), needle)
-        asks = []
-        for part in range(self.num_questions):
+        asks, parts = [], self.num_questions or (self.num_keys + 1) // 2
+        for part in range(parts):
             # One out of each of equal parts of the needles, which stand in order of depth.
-            chosen = rng.randrange(self.num_keys * part // self.num_questions, self.num_keys * (part + 1) // self.num_questions)
+            chosen = rng.randrange(self.num_keys * part // parts, self.num_keys * (part + 1) // parts)
             place = text.index(needles[chosen]) / len(text)
             asks.append(Ask(_CUE.format(name=names[chosen]), (str(codes[chosen]),), {"depth": round(place, 4)}))
         name = f"needle-{index:04d}"

@@ -14,7 +14,8 @@ _PROMPT = (
     "Problem. Some numbers are given, the others follow from a number that is already known. Work through them one by one, "
     "and at the end recall one of them.\n\nSolution.\n"
 )
-# The cue ends as the statement begins. Asked for in other words, a 135M model finds a third of these values less.
+# The cue ends as the statement begins: asked for in other words, a 135M model finds a fifth of the values less. Leaving
+# out "since amber = 47" below costs as much.
 _STATEMENT = "Remember that {name} = {value}."
 _CUE = "\nAnswer. As stated above: Remember that {name} ="
 _VALUES = range(10, 100)
@@ -49,14 +50,14 @@ class Reasoning(Task):
     """
 
     length: int = 2560
-    num_steps: int = 12
+    num_steps: int = 10
     given_fraction: float = 0.5
-    num_questions: int = 6
+    num_questions: int = 5
     num_samples: int = 6
     prefill_tokens: int | None = 512
     chat: bool = False
     grader: str = "first_number"
-    max_new_tokens: int = 6
+    max_new_tokens: int = 4
     seed: int = 42
 
     def __post_init__(self):

@@ -189,7 +189,7 @@ class Hub(Records):
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any] | BadRecord:
     try:
-        record = json.loads(line.decode("utf-8-sig").rstrip())
+        record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return BadRecord(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line")
     except json.JSONDecodeError as error:

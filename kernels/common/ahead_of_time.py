@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

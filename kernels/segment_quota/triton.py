@@ -18,53 +18,137 @@ from kvstitch.kernels.segment_quota.triton_quotas import public_quotas, water_fi
 
 
 @triton.jit
-def _normalise(b_x, b_present, o_t, num_slots):
-    """As `mass._normalise_`: the total is the last running sum, in slot order."""
-    b_x = tl.where(b_present, b_x + 1e-12, 0.0)
-    total = tl.sum(tl.where(o_t == num_slots - 1, tl.cumsum(b_x, 0), 0.0), 0)
-    return b_x / tl.where(total > 0, total, 1.0)
+def _present(valid, i_bh, o_t, num_slots, HAS_VALID: tl.constexpr):
+    b_present = o_t < num_slots
+    if HAS_VALID:
+        b_present = tl.load(valid + i_bh * num_slots + o_t, mask=b_present, other=0) != 0
+    return b_present
 
 
 @triton.jit
-def _mix_mass(
-    usage, credit, updated, b_present, o_t, i_bh, num_slots, known,
-    HAS_CREDIT: tl.constexpr, HAS_HISTORY: tl.constexpr, DECAY: tl.constexpr, MIX: tl.constexpr,
-    NEW_IS_MASS: tl.constexpr, SCALE: tl.constexpr,
+def _evidence(usage, i_bh, o_t, num_slots):
+    b_now = tl.load(usage + i_bh * num_slots + o_t, mask=o_t < num_slots, other=0.0).to(tl.float64)
+    return tl.where((b_now > 0) & (b_now < float("inf")), b_now, 0.0)
+
+
+@triton.jit
+def _shares(b_x, b_present, total):
+    """As `mass._normalise_` with the total of the head, which is 0 only where nothing is present."""
+    return tl.where(b_present, b_x + 1e-12, 0.0) / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _raw_total(b_x, b_present):
+    """What a tile adds to the total: its last running sum, in slot order, as the torch path adds."""
+    b_running = tl.cumsum(tl.where(b_present, b_x + 1e-12, 0.0), 0)
+    return tl.sum(tl.where(tl.arange(0, b_x.shape[0]) == b_x.shape[0] - 1, b_running, 0.0), 0)
+
+
+@triton.jit
+def _update_credit(
+    b_now, credit, i_bh, o_t, known, HAS_HISTORY: tl.constexpr, DECAY: tl.constexpr, NEW_IS_MASS: tl.constexpr
+):
+    """As `mass._update_credit`."""
+    b_updated = b_now * (1 - DECAY)
+    m_known = o_t < known
+    if NEW_IS_MASS:
+        b_updated = tl.where(m_known, b_updated, b_now)
+    if HAS_HISTORY:
+        # The product rounds in the credit's own dtype, as in the torch path.
+        b_old = tl.load(credit + i_bh * known + o_t, mask=m_known, other=0.0) * DECAY
+        b_updated += tl.where(m_known, b_old.to(tl.float64), 0.0)
+    return b_updated
+
+
+@triton.jit
+def _write_mass(
+    usage, credit, mass, updated, valid, i_bh, num_slots, known,
+    HAS_VALID: tl.constexpr, HAS_CREDIT: tl.constexpr, HAS_HISTORY: tl.constexpr, DECAY: tl.constexpr,
+    MIX: tl.constexpr, NEW_IS_MASS: tl.constexpr, SCALE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """As `mass.mix_mass` with float64: the mass [BLOCK_T]; writes the updated credit."""
-    m_t = o_t < num_slots
-    b_now = tl.load(usage + i_bh * num_slots + o_t, mask=m_t, other=0.0).to(tl.float64)
-    b_now = tl.where((b_now > 0) & (b_now < float("inf")), b_now, 0.0)
-    if not HAS_CREDIT:
-        b_mass = _normalise(b_now, b_present, o_t, num_slots)
+    """As `mass.mix_mass` with float64: fills the mass and the updated credit of a head.
+
+    Three normalisations take four passes over the slots; each reads what it needs again, so that nothing but totals has
+    to be held, however many slots there are. Every thread reads only what it wrote itself.
+    """
+    p_mass, p_updated = mass + i_bh * num_slots, updated + i_bh * num_slots
+    total = 0.0
+    total = total.to(tl.float64)
+    for start in range(0, num_slots, BLOCK_T):
+        o_t = start + tl.arange(0, BLOCK_T)
+        b_present = _present(valid, i_bh, o_t, num_slots, HAS_VALID)
+        total += _raw_total(_evidence(usage, i_bh, o_t, num_slots), b_present)
+    history_total = total * 0
+    for start in range(0, num_slots, BLOCK_T):
+        o_t = start + tl.arange(0, BLOCK_T)
+        b_present = _present(valid, i_bh, o_t, num_slots, HAS_VALID)
+        b_now = _evidence(usage, i_bh, o_t, num_slots)
+        if SCALE or not HAS_CREDIT:
+            b_now = _shares(b_now, b_present, total)
         b_updated = tl.zeros_like(b_now)
-    else:
-        if SCALE:
-            b_now = _normalise(b_now, b_present, o_t, num_slots)
-        b_updated = b_now * (1 - DECAY)
-        m_known = o_t < known
-        if NEW_IS_MASS:
-            b_updated = tl.where(m_known, b_updated, b_now)
-        if HAS_HISTORY:
-            # The product rounds in the credit's own dtype, as in the torch path.
-            b_old = tl.load(credit + i_bh * known + o_t, mask=m_known, other=0.0) * DECAY
-            b_updated += tl.where(m_known, b_old.to(tl.float64), 0.0)
-        b_history = b_updated
-        if SCALE:
-            b_history = _normalise(b_history, b_present, o_t, num_slots)
-        b_mass = _normalise(b_now * MIX + b_history * (1 - MIX), b_present, o_t, num_slots)
-    tl.store(updated + i_bh * num_slots + o_t, b_updated, mask=m_t)
-    return b_mass
+        if HAS_CREDIT:
+            b_updated = _update_credit(b_now, credit, i_bh, o_t, known, HAS_HISTORY, DECAY, NEW_IS_MASS)
+        tl.store(p_mass + o_t, b_now, mask=o_t < num_slots)
+        tl.store(p_updated + o_t, b_updated, mask=o_t < num_slots)
+        history_total += _raw_total(b_updated, b_present)
+    if HAS_CREDIT:
+        mixed_total = total * 0
+        for start in range(0, num_slots, BLOCK_T):
+            o_t = start + tl.arange(0, BLOCK_T)
+            b_present = _present(valid, i_bh, o_t, num_slots, HAS_VALID)
+            b_history = tl.load(p_updated + o_t, mask=o_t < num_slots, other=0.0)
+            if SCALE:
+                b_history = _shares(b_history, b_present, history_total)
+            b_now = tl.load(p_mass + o_t, mask=o_t < num_slots, other=0.0)
+            b_mixed = b_now * MIX + b_history * (1 - MIX)
+            tl.store(p_mass + o_t, b_mixed, mask=o_t < num_slots)
+            mixed_total += _raw_total(b_mixed, b_present)
+        for start in range(0, num_slots, BLOCK_T):
+            o_t = start + tl.arange(0, BLOCK_T)
+            b_present = _present(valid, i_bh, o_t, num_slots, HAS_VALID)
+            b_mixed = tl.load(p_mass + o_t, mask=o_t < num_slots, other=0.0)
+            tl.store(p_mass + o_t, _shares(b_mixed, b_present, mixed_total), mask=o_t < num_slots)
+
+
+@triton.jit
+def _write_running(
+    mass, valid, running, rank, slot_after, i_bh, num_slots, HAS_VALID: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Fills, for a head, what is looked up by slot later; returns how many slots are valid.
+
+    `running` [T + 1]: mass before each slot; `rank` [T]: valid slots up to each; `slot_after` [T + 1]: the slot after the
+    n-th valid one.
+    """
+    p_running = running + i_bh * (num_slots + 1)
+    p_after = slot_after + i_bh * (num_slots + 1)
+    tl.store(p_running, 0.0)
+    tl.store(p_after, 0)
+    before = 0.0
+    before = before.to(tl.float64)
+    count = num_slots * 0
+    o_tile = tl.arange(0, BLOCK_T)
+    for start in range(0, num_slots, BLOCK_T):
+        o_t = start + o_tile
+        m_t = o_t < num_slots
+        b_present = _present(valid, i_bh, o_t, num_slots, HAS_VALID)
+        b_prefix = before + tl.cumsum(tl.load(mass + i_bh * num_slots + o_t, mask=m_t, other=0.0).to(tl.float64), 0)
+        b_rank = count + tl.cumsum(b_present.to(tl.int32), 0)
+        tl.store(p_running + 1 + o_t, b_prefix, mask=m_t)
+        tl.store(rank + i_bh * num_slots + o_t, b_rank, mask=m_t)
+        tl.store(p_after + b_rank, o_t + 1, mask=b_present)
+        before = tl.sum(tl.where(o_tile == BLOCK_T - 1, b_prefix, 0.0), 0)
+        count = tl.max(b_rank, 0)
+    # Threads look up what others have written.
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit
 def _cuts(
-    b_prefix, b_rank, o_t, o_c, num_slots, count,
+    running, rank, i_bh, o_c, num_slots, count,
     SEGMENT_MASS: tl.constexpr, THRESHOLDS: tl.constexpr, INCLUDE: tl.constexpr,
 ):  # fmt: skip
     """As `segments._cuts`: int32 edges [BLOCK_C], past the last one beyond every slot."""
-    b_cuts = tl.zeros_like(o_c) + 0x7FFFFFFF
-    m_t = o_t < num_slots
     if INCLUDE:
         b_reached = (o_c + 1).to(tl.float64) * SEGMENT_MASS - 1e-6
     else:
@@ -73,16 +157,20 @@ def _cuts(
         b_exact = (o_first.to(tl.float64) * SEGMENT_MASS + SEGMENT_MASS).to(tl.float32).to(tl.float64)
         b_stepped = b_exact + (o_c - o_first).to(tl.float64) * SEGMENT_MASS
         b_reached = b_stepped.to(tl.float32).to(tl.float64)
-        b_prefix = b_prefix.to(tl.float32).to(tl.float64)
-    for index in range(THRESHOLDS):
-        reached = tl.sum(tl.where(o_c == index, b_reached, 0.0), 0)
-        crossing = tl.sum(((b_prefix < reached) & m_t).to(tl.int32), 0)
-        crossing = tl.minimum(crossing, num_slots - 1)
-        end = tl.sum(tl.where(o_t == crossing, b_rank, 0), 0)
+    # The first slot whose running mass reaches each threshold.
+    b_low = tl.zeros_like(o_c)
+    b_high = b_low + num_slots - 1
+    while tl.max(b_high - b_low, 0) > 0:
+        b_middle = (b_low + b_high) // 2
+        b_mass = tl.load(running + i_bh * (num_slots + 1) + 1 + b_middle)
         if not INCLUDE:
-            end = tl.minimum(tl.maximum(end - 1, 1), count - 1)
-        b_cuts = tl.where(o_c == index, end, b_cuts)
-    return b_cuts
+            b_mass = b_mass.to(tl.float32).to(tl.float64)
+        b_low = tl.where(b_mass < b_reached, tl.minimum(b_middle + 1, b_high), b_low)
+        b_high = tl.where(b_mass < b_reached, b_high, b_middle)
+    b_cuts = tl.load(rank + i_bh * num_slots + b_low)
+    if not INCLUDE:
+        b_cuts = tl.minimum(tl.maximum(b_cuts - 1, 1), count - 1)
+    return tl.where(o_c < THRESHOLDS, b_cuts, 0x7FFFFFFF)
 
 
 @triton.jit
@@ -137,7 +225,7 @@ def _walk(
 @triton.jit(do_not_specialize=["num_slots", "known", "num_segments"])
 def _segment_plan_kernel(
     usage, credit, mass, valid, keep,
-    edges, slot_edges, lengths, masses, quotas, updated, num_first, first_recent, running, slot_after,
+    edges, slot_edges, lengths, masses, quotas, updated, num_first, first_recent, running, rank, slot_after,
     num_heads, num_slots, known, num_segments,
     HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr, HAS_CREDIT: tl.constexpr,
     HAS_HISTORY: tl.constexpr, DECAY: tl.constexpr, MIX: tl.constexpr, NEW_IS_MASS: tl.constexpr, SCALE: tl.constexpr,
@@ -148,22 +236,13 @@ def _segment_plan_kernel(
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     i_bh = tl.program_id(0).to(tl.int64)
-    o_t = tl.arange(0, BLOCK_T)
     o_r = tl.arange(0, BLOCK_R)
-    m_t = o_t < num_slots
-    b_present = m_t
-    if HAS_VALID:
-        b_present = tl.load(valid + i_bh * num_slots + o_t, mask=m_t, other=0) != 0
-    b_rank = tl.cumsum(b_present.to(tl.int32), 0)
-    count = tl.max(b_rank, 0)
-    if HAS_MASS:
-        b_mass = tl.load(mass + i_bh * num_slots + o_t, mask=m_t, other=0.0).to(tl.float64)
-    else:
-        b_mass = _mix_mass(
-            usage, credit, updated, b_present, o_t, i_bh, num_slots, known,
-            HAS_CREDIT, HAS_HISTORY, DECAY, MIX, NEW_IS_MASS, SCALE,
+    if not HAS_MASS:
+        _write_mass(
+            usage, credit, mass, updated, valid, i_bh, num_slots, known,
+            HAS_VALID, HAS_CREDIT, HAS_HISTORY, DECAY, MIX, NEW_IS_MASS, SCALE, BLOCK_T,
         )  # fmt: skip
-    b_prefix = tl.cumsum(b_mass, 0)
+    count = _write_running(mass, valid, running, rank, slot_after, i_bh, num_slots, HAS_VALID, BLOCK_T)
 
     if SEGMENT_TOKENS > 0:
         b_starts = tl.minimum(o_r * SEGMENT_TOKENS, count)
@@ -174,17 +253,11 @@ def _segment_plan_kernel(
         b_ends = tl.zeros_like(o_r) + count
     else:
         o_c = tl.arange(0, BLOCK_C)
-        b_cuts = _cuts(b_prefix, b_rank, o_t, o_c, num_slots, count, SEGMENT_MASS, THRESHOLDS, INCLUDE)
+        b_cuts = _cuts(running, rank, i_bh, o_c, num_slots, count, SEGMENT_MASS, THRESHOLDS, INCLUDE)
         b_starts, b_ends = _walk(b_cuts, o_r, count, MIN, MAX, EVEN, SPLIT, TAIL)
 
-    # Looked up by slot below: the running mass before a slot, and the slot after the n-th valid one.
     p_running = running + i_bh * (num_slots + 1)
     p_after = slot_after + i_bh * (num_slots + 1)
-    tl.store(p_running + 1 + o_t, b_prefix, mask=m_t)
-    tl.store(p_running, 0.0)
-    tl.store(p_after + b_rank, o_t + 1, mask=b_present)
-    tl.store(p_after, 0)
-    tl.debug_barrier()
     m_r = o_r < num_segments
     b_slot_starts = tl.load(p_after + b_starts, mask=m_r, other=0)
     b_slot_ends = tl.load(p_after + b_ends, mask=m_r, other=0)
@@ -234,9 +307,11 @@ def segment_plan_triton(
 ) -> SegmentPlan:
     """Arguments and result of `api.segment_plan`."""
     batch, heads, slots = usage.shape
-    mass, updated = None, usage.new_empty(usage.shape, dtype=torch.float64)
-    if rules.mass_dtype == "float32" or (rules.batch == "batch_mean" and batch > 1):
+    has_mass = rules.mass_dtype == "float32" or (rules.batch == "batch_mean" and batch > 1)
+    if has_mass:
         mass, updated = mix_mass(usage, credit, valid, rules)
+    else:
+        mass, updated = (usage.new_empty(usage.shape, dtype=torch.float64) for _ in range(2))
     thresholds = 0 if rules.segment_tokens else num_thresholds(rules.segment_mass)
     split = not rules.segment_tokens and slots > rules.max_segment_tokens
     whole = not rules.segment_tokens and thresholds == 0 and rules.split == "chunk"
@@ -254,21 +329,21 @@ def segment_plan_triton(
         num_first=new(1, dtype=torch.int64),
         first_recent=new(1, dtype=torch.int64),
     )
-    block_t = next_power_of_two(slots)
     _segment_plan_kernel[(batch * heads,)](
         usage.contiguous(),
         None if credit is None else credit.contiguous(),
-        None if mass is None else mass.contiguous(),
+        mass.contiguous(),
         None if valid is None else valid.contiguous(),
         keep,
         *plan,
         new(slots + 1, dtype=torch.float64),
+        new(slots, dtype=torch.int32),
         new(slots + 1, dtype=torch.int32),
         heads,
         slots,
         0 if credit is None else credit.shape[-1],
         segments,
-        HAS_MASS=mass is not None,
+        HAS_MASS=has_mass,
         HAS_VALID=valid is not None,
         HAS_CREDIT=rules.credit,
         HAS_HISTORY=credit is not None,
@@ -293,9 +368,9 @@ def segment_plan_triton(
         PUBLIC=rules.quota == "reference",
         BY_LENGTH=rules.quota == "length",
         FLOOR=rules.min_keep_tokens,
-        BLOCK_T=block_t,
+        BLOCK_T=1024,
         BLOCK_R=max(2, next_power_of_two(segments)),
         BLOCK_C=max(2, next_power_of_two(thresholds)),
-        num_warps=4 if block_t <= 1024 else 8,
+        num_warps=4,
     )
     return plan

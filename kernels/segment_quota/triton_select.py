@@ -12,13 +12,14 @@ from kvstitch.kernels.common.tiling import next_power_of_two
 def _best(b_priority, b_segment, b_before, b_edge, b_quota):
     """Marks the b_quota best of each segment, ascending priority, then ascending slot.
 
-    b_priority int64 in [0, 2**32), b_segment int32 [BLOCK_T]; b_before and b_edge [BLOCK_R]: slots before a segment and
-    up to its end; b_quota int32 [BLOCK_R]. The priority of the last slot to keep is found bit by bit for all segments at
-    once: it is the largest value that fewer than b_quota slots lie below.
+    b_priority and b_segment int32 [BLOCK_T]; b_before and b_edge [BLOCK_R]: slots before a segment and up to its end;
+    b_quota int32 [BLOCK_R]. The priority of the last slot to keep is found bit by bit for all segments at once: it is the
+    largest value that fewer than b_quota slots lie below.
     """
-    b_least = tl.zeros_like(b_quota).to(tl.int64)
+    b_least = tl.full(b_quota.shape, -0x80000000, tl.int32)
     for step in range(32):
-        b_try = b_least + (tl.full((), 1, tl.int64) << (31 - step))
+        # Flips the sign bit to 0 first, then the other bits to 1: upwards from the smallest integer.
+        b_try = b_least ^ (tl.full((), 1, tl.int32) << (31 - step))
         b_below = (b_priority < tl.gather(b_try, b_segment, 0)).to(tl.int32)
         b_least = tl.where(_count(b_below, b_before, b_edge) < b_quota, b_try, b_least)
     b_limit = tl.gather(b_least, b_segment, 0)
@@ -68,16 +69,17 @@ def _segment_select_kernel(
     # As the torch path: infinities count as the largest floats, NaN as less than all, -0.0 as 0.0.
     b_finite = tl.minimum(tl.maximum(b_score, -3.4028234663852886e38), 3.4028234663852886e38) + 0.0
     bits = tl.where(b_score == b_score, b_finite, float("-inf")).to(tl.int32, bitcast=True)
-    b_priority = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    # Bits of floats order as integers once the magnitude of negative ones is flipped; the complement turns them round.
+    b_priority = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
     if AFTER:
-        b_candidate = tl.where(b_present, b_priority, 0xFFFFFFFF)
+        b_candidate = tl.where(b_present, b_priority, 0x7FFFFFFF)
         b_kept = _best(b_candidate, b_segment, b_before, b_edge, b_quota) & b_present
-        b_priority = tl.where(b_must, 0, tl.where(b_kept, b_priority, 0xFFFFFFFF))
+        b_priority = tl.where(b_must, -0x80000000, tl.where(b_kept, b_priority, 0x7FFFFFFF))
         b_whole = tl.where(o_r == 0, tl.sum(b_quota, 0), 0)
         b_end = tl.where(o_r == 0, num_slots, 0)
         b_kept = _best(b_priority, tl.zeros_like(o_t), tl.zeros_like(o_r), b_end, b_whole)
     else:
-        b_priority = tl.where(b_present, tl.where(b_must, 0, b_priority), 0xFFFFFFFF)
+        b_priority = tl.where(b_present, tl.where(b_must, -0x80000000, b_priority), 0x7FFFFFFF)
         b_kept = _best(b_priority, b_segment, b_before, b_edge, b_quota)
     b_kept = b_kept & b_present
 
@@ -119,6 +121,6 @@ def segment_select_triton(
         BLOCK_T=block_t,
         BLOCK_R=max(2, next_power_of_two(segments)),
         BLOCK_W=next_power_of_two(width),
-        num_warps=4 if block_t <= 1024 else 8,
+        num_warps=min(16, max(4, block_t // 256)),
     )
     return slots

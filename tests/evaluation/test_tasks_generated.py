@@ -32,7 +32,7 @@ def text_of(tokenizer, sample):
 
 
 def asked_name(question):
-    return re.search(r"(\w+) (?:=|is)$", question.cue).group(1)
+    return re.search(r"(\w+) =$", question.cue).group(1)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -76,7 +76,7 @@ def test_split_is_exact(task, tokenizer):
 
 def test_derivation_is_true_and_answers_stand_in_it(derivations):
     for sample, text in derivations:
-        stated = re.findall(r"^Step (\d+)\. (.*?)So (\w+) = (\d+)\.$", text, re.MULTILINE)
+        stated = re.findall(r"^Step (\d+)\. (.*?)Remember that (\w+) = (\d+)\.$", text, re.MULTILINE)
         assert [int(number) for number, *_ in stated] == list(range(1, Reasoning.num_steps + 1))
         values = {}
         for _, reason, name, value in stated:
@@ -109,7 +109,7 @@ def test_reasoning_questions_come_from_everywhere(tokenizer):
     task = Reasoning(num_samples=40)
     depths = [question.meta["depth"] for sample in task.samples(tokenizer, POSITIONS) for question in sample.questions]
     quarters = Counter(int(4 * depth) for depth in depths)
-    assert len(depths) == 240
+    assert len(depths) == 200
     assert all(quarters[quarter] >= 30 for quarter in range(4)), quarters
 
 
@@ -119,8 +119,7 @@ def test_no_rule_of_thumb_finds_the_answers(task, tokenizer):
     rules = {"first": lambda v: v[0], "last": lambda v: v[-1], "largest": max, "smallest": min}
     hits, asked = Counter(), 0
     for sample in task(num_samples=30).samples(tokenizer, POSITIONS):
-        pattern = r"So \w+ = (\d+)\.$" if task is Reasoning else r"The secret code of the \w+ is (\d+)\."
-        values = [int(value) for value in re.findall(pattern, text_of(tokenizer, sample), re.MULTILINE)]
+        values = [int(value) for value in re.findall(r"Remember that \w+ = (\d+)\.", text_of(tokenizer, sample))]
         asked += len(sample.questions)
         for question in sample.questions:
             hits.update(name for name, rule in rules.items() if rule(values) == int(question.gold[0]))
@@ -133,17 +132,18 @@ def test_needles_stand_once_where_they_are_said_to(tokenizer, keys, digits):
     task = Needle(num_samples=3, num_keys=keys, num_questions=keys, digits=digits)
     for sample in task.samples(tokenizer, POSITIONS):
         text = text_of(tokenizer, sample)
-        assert len(re.findall(rf"The secret code of the \w+ is \d{{{digits}}}\.", text)) == keys
+        assert len(re.findall(rf"Remember that \w+ = \d{{{digits}}}\.", text)) == keys
         assert len({question.gold for question in sample.questions}) == len(sample.questions) == keys
         for question in sample.questions:
-            needle = f"The secret code of the {asked_name(question)} is {question.gold[0]}."
+            needle = f"Remember that {asked_name(question)} = {question.gold[0]}."
             assert text.count(needle) == text.count(asked_name(question)) == 1
             assert text.index(needle) / len(text) == pytest.approx(question.meta["depth"], abs=0.05)
 
 
 def test_single_needles_of_a_run_cover_the_text(tokenizer):
-    task = Needle(num_samples=20, num_keys=1, num_questions=1)
-    depths = sorted(sample.questions[0].meta["depth"] for sample in task.samples(tokenizer, POSITIONS))
+    samples = list(Needle(num_samples=20, num_keys=1).samples(tokenizer, POSITIONS))
+    assert {len(sample.questions) for sample in samples} == {1}
+    depths = sorted(sample.questions[0].meta["depth"] for sample in samples)
     assert depths[0] < 0.1 and depths[-1] > 0.9
     assert max(later - earlier for earlier, later in zip(depths, depths[1:])) < 0.12
 
@@ -152,7 +152,7 @@ def test_single_needles_of_a_run_cover_the_text(tokenizer):
 def test_prose_holds_nothing_that_could_be_an_answer(task, tokenizer):
     for sample in task(num_samples=2).samples(tokenizer, POSITIONS):
         lines = [line for line in text_of(tokenizer, sample).splitlines() if not line.startswith("Step ")]
-        prose = re.sub(r"The secret code of the \w+ is \d+\.", "", "\n".join(lines))
+        prose = re.sub(r"Remember that \w+ = \d+\.", "", "\n".join(lines))
         assert not re.search(r"\d", prose)
         assert not [question for question in sample.questions if re.search(rf"\b{asked_name(question)}\b", prose)]
 
@@ -186,7 +186,7 @@ def test_length_that_cannot_be(task, tokenizer):
     ("task", "options", "message"),
     [
         (Reasoning, {"num_steps": 1}, r"task\.num_steps must be in \[2, 36\], got 1"),
-        (Reasoning, {"num_questions": 13}, r"task\.num_questions must be in \[1, task\.num_steps=12\], got 13"),
+        (Reasoning, {"num_questions": 13}, r"task\.num_questions must be in \[1, task\.num_steps=10\], got 13"),
         (Reasoning, {"given_fraction": 1.5}, r"task\.given_fraction must be in \[0, 1\], got 1\.5"),
         (Reasoning, {"num_samples": None}, r"task\.num_samples=null"),
         (Reasoning, {"num_samples": 0}, r"task\.num_samples must be at least 1"),
@@ -194,7 +194,7 @@ def test_length_that_cannot_be(task, tokenizer):
         (Reasoning, {"max_new_tokens": 0}, r"task\.max_new_tokens must be at least 1"),
         (Reasoning, {"grader": "last_numbr"}, "did you mean 'last_number'"),
         (Needle, {"num_keys": 0}, r"task\.num_keys must be in"),
-        (Needle, {"num_questions": 5}, r"task\.num_questions must be in \[1, task\.num_keys=4\], got 5"),
+        (Needle, {"num_keys": 4, "num_questions": 5}, r"task\.num_questions must be null or in \[1, task\.num_keys=4\], got 5"),
         (Needle, {"digits": 1}, r"task\.digits must be in \[2, 12\], got 1"),
         (Needle, {"num_samples": None}, r"task\.num_samples=null"),
     ],

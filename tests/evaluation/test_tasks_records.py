@@ -134,7 +134,7 @@ def test_limit_blank_lines_and_names(tokenizer, lines):
 
 
 BAD = [
-    (b'{"prompt": "p", "answer": ', r"data\.jsonl:2: not JSON: Expecting value at column 28"),
+    (b'{"prompt": "p", "answer": ', r"data\.jsonl:2: not JSON: Expecting value at column 27"),
     (b'{"prompt": "caf\xe9"}', r"data\.jsonl:2: not UTF-8: .* at byte 15 of the line"),
     (["p"], r"data\.jsonl:2: must be a JSON object, got \['p'\]"),
     ({"promt": "p", "answer": "a"}, r"data\.jsonl:2: no field 'prompt', it has 'promt', 'answer'; did you mean 'promt'\?"),

@@ -32,7 +32,7 @@ ALLOCATORS = {
     "community_per_head": CommunityRetrieval(top_k=3, aggregation="per_head", truncation="exact"),
     "community_per_head_paper": CommunityRetrieval.paper(top_k=3, aggregation="per_head"),
     "community_per_layer": CommunityRetrieval(top_k=3, aggregation="per_layer", select="query_head"),
-    "community_refresh": CommunityRetrieval(top_k=3, refresh=6, growth="delta_q", direct_weight=0.5),
+    "community_refresh": CommunityRetrieval(top_k=3, refresh=6, growth="delta_q", direct_weight=0.5, resolution=4.0),
     "community_shortlist": CommunityRetrieval(top_k=3, shortlist=1.5, truncation="recent"),
 }
 

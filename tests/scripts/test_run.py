@@ -95,7 +95,7 @@ def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
         (["budget=1.5"], "`budget` as a float is a kept fraction in (0, 1], got 1.5"),
         (["interval=abc"], "`interval` must be a positive number of tokens, got 'abc'"),
         (["press.interval=7"], "interval=512 and press.interval=7 differ"),
-        (["allocator.segment_mass=x"], "segment_mass must be a number, got 'x'"),
+        (["allocator.segment_mass=-1"], "segment_mass must be at least"),
         (["scorer.share=lyer"], "did you mean 'layer'?"),
         (["mode=replya"], "mode must be one of replay, generate, got 'replya'; did you mean 'replay'?"),
         (["task=jsonl"], "task.path must be given: add task.path=<value> to the command"),

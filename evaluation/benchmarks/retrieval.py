@@ -1,0 +1,239 @@
+"""What retrieval costs: a decoded token, an index, and the update of a community, each next to what it must beat."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvstitch.allocators.retrieval import CommunityRetrieval
+from kvstitch.evaluation.benchmarks.retrieval_parts import MadeUpCommunities, PressedDecoder, StockDecoder, bandwidth
+from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
+from kvstitch.evaluation.models import LoadedModel, load_smollm2
+from kvstitch.evaluation.tasks.prose import prose
+from kvstitch.kernels.community_update.workload import CommunityUpdateWorkload
+from kvstitch.presses.retrieval import RetrievalPress
+from kvstitch.presses.retrieval_run import RetrievalRun
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class DecodeBenchmark:
+    """Milliseconds per decoded token, batch 1, with `contexts` tokens in the cache.
+
+    Model and cache hold random numbers, and communities random members of realistic sizes: what a step costs does not
+    depend on them, and a prompt of 32,768 tokens need not be read. Contestants take turns.
+
+    - stock: transformers' DynamicCache and its own attention, as users have it.
+    - dense: our cache, which grows without a concatenation per step, query heads folded into rows.
+    - retrieval: `budget` slots a kv head, by communities.
+    - rest: the model over one token, so everything but attention.
+    - floor: rest, and what retrieval reads at the bandwidth that is measured here.
+
+    Args:
+        allocator: whose way of reading and growing is timed.
+        contexts: tokens in the cache.
+        dtypes: "float32", "bfloat16".
+        budget: slots per kv head and step.
+        tokens_per_region: mean size of the communities.
+        rounds: repeats, of which the median is taken.
+        steps: tokens decoded in each repeat.
+        num_layers, num_query_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: those of SmolLM2-135M.
+    """
+
+    allocator: CommunityRetrieval = field(default_factory=CommunityRetrieval.recommended)
+    contexts: Sequence[int] = (8192, 32768)
+    dtypes: Sequence[str] = tuple(_DTYPES)
+    budget: int = 1024
+    tokens_per_region: int = 16
+    rounds: int = 9
+    steps: int = 4
+    num_layers: int = 30
+    num_query_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    vocab_size: int = 49152
+
+    def __post_init__(self):
+        unknown = [name for name in self.dtypes if name not in _DTYPES]
+        if unknown:
+            raise ValueError(f"dtypes must be among {', '.join(_DTYPES)}, got {', '.join(unknown)}")
+        if min(self.contexts) <= self.budget:
+            raise ValueError(f"contexts must be longer than budget={self.budget}, got {min(self.contexts)}")
+
+    def run(self) -> list[dict[str, Any]]:
+        """One row per dtype and context."""
+        rows = []
+        for dtype in self.dtypes:
+            model = self._model().to(_DTYPES[dtype])
+            rows += [self._row(model, dtype, context) for context in self.contexts]
+        return rows
+
+    def _row(self, model: PreTrainedModel, dtype: str, context: int) -> dict[str, Any]:
+        keys, values = self._storage(context, _DTYPES[dtype])
+        communities = MadeUpCommunities(self.allocator, self.tokens_per_region)
+        contestants = {
+            "stock": StockDecoder(model, keys, values, self.steps),
+            "dense": self._pressed(model, keys, values, RetrievalPress(communities, budget=1.0)),
+            "retrieval": self._pressed(model, keys, values, RetrievalPress(communities, self.budget)),
+            "rest": StockDecoder(model, keys[..., :1, :], values[..., :1, :], self.steps),
+        }
+        del keys, values
+        seconds = interleaved_seconds({name: each.timed for name, each in contestants.items()}, self.rounds)
+        ms = {name: timing["median_sec"] * 1e3 / self.steps for name, timing in seconds.items()}
+        read, speed = contestants["retrieval"].bytes_read(), bandwidth()
+        floor = ms["rest"] + read / speed * 1e3
+        row: dict[str, Any] = {"kind": "decode", "dtype": dtype, "context": context, "budget": self.budget}
+        row |= {f"{name}_ms": round(value, 2) for name, value in ms.items()}
+        row |= {"floor_ms": round(floor, 2), "read_mb": round(read / 1e6, 1), "bandwidth_gb_per_sec": round(speed / 1e9, 1)}
+        row |= {f"{name}_to_retrieval": round(ms[name] / ms["retrieval"], 2) for name in ("stock", "dense")}
+        row["retrieval_to_floor"] = round(ms["retrieval"] / floor, 2)
+        row["index_share"] = round(contestants["retrieval"].index_share(), 4)
+        return row
+
+    def _pressed(self, model: PreTrainedModel, keys: Tensor, values: Tensor, press: RetrievalPress) -> PressedDecoder:
+        return PressedDecoder(model, keys, values, self.steps, press)
+
+    def _storage(self, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.num_layers, 1, self.num_kv_heads, context, self.head_dim)
+        return torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype)
+
+    def _model(self) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.num_query_heads * self.head_dim,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_query_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=2 * max(self.contexts),
+            tie_word_embeddings=True,
+        )
+        return LlamaForCausalLM(config).eval()
+
+
+@dataclass(frozen=True)
+class UpdateBenchmark:
+    """Microseconds of one incremental update of communities (the paper's rule), at several lengths of the cache.
+
+    Args:
+        lengths: slots.
+        rounds: repeats, of which the median is taken.
+        repeats: updates in each.
+    """
+
+    lengths: Sequence[int] = (4096, 65536)
+    rounds: int = 15
+    repeats: int = 50
+
+    def run(self) -> list[dict[str, Any]]:
+        """One row."""
+        contestants = {str(length): self._contestant(length) for length in self.lengths}
+        seconds = interleaved_seconds(contestants, self.rounds)
+        us = {length: timing["median_sec"] * 1e6 / self.repeats for length, timing in seconds.items()}
+        row: dict[str, Any] = {"kind": "update"} | {f"us_at_{length}": round(value, 1) for length, value in us.items()}
+        first, last = us[str(self.lengths[0])], us[str(self.lengths[-1])]
+        return [row | {"last_to_first": round(last / first, 3)}]
+
+    def _contestant(self, length: int) -> Contestant:
+        workload = CommunityUpdateWorkload(batch=1, heads=3, length=length, head_dim=64, capacity=1024)
+
+        def update(inputs) -> None:
+            for _ in range(self.repeats):
+                workload.run(inputs, impl="reference")
+
+        return Contestant(update, lambda: workload.inputs("cpu"))
+
+
+@dataclass(frozen=True)
+class PrefillBenchmark:
+    """Seconds of a prompt read by the embedded model, and what building all indices adds.
+
+    Args:
+        allocator: whose index is built.
+        tokens: length of the prompt.
+        budget: of the press.
+        text: a UTF-8 text file; None for prose that we make up.
+        rounds: repeats, of which the median is taken.
+    """
+
+    allocator: CommunityRetrieval = field(default_factory=CommunityRetrieval.recommended)
+    tokens: int = 8064
+    budget: int = 1024
+    text: str | None = None
+    rounds: int = 3
+
+    def run(self) -> list[dict[str, Any]]:
+        """One row; what is waited for at the end is `exposed_sec`, the work in the background `background_sec`."""
+        loaded = load_smollm2()
+        ids = self._tokens(loaded)
+        runs: list[RetrievalRun] = []
+
+        @torch.no_grad()
+        def read(press: RetrievalPress | None) -> None:
+            with nullcontext() if press is None else press(loaded.model) as run:
+                cache = loaded.model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+                loaded.model(ids[:, -1:], past_key_values=cache, use_cache=True)
+            if run is not None:
+                runs.append(run)
+
+        press = RetrievalPress(self.allocator, self.budget)
+        contestants = {"dense": Contestant(lambda _: read(None)), "pressed": Contestant(lambda _: read(press))}
+        seconds = {
+            name: timing["median_sec"] for name, timing in interleaved_seconds(contestants, self.rounds, warm_up=0).items()
+        }
+        events = [run.events[0] for run in runs]
+        parts = {
+            "observe_sec": statistics.median(event.observe_seconds for event in events),
+            "index_sec": statistics.median(event.seconds for event in events),
+            "exposed_sec": statistics.median(event.exposed_seconds for event in events),
+            "background_sec": statistics.median(event.busy_seconds for event in events),
+        }
+        row: dict[str, Any] = {"kind": "prefill", "tokens": self.tokens}
+        row |= {f"{name}_sec": round(value, 2) for name, value in seconds.items()}
+        row |= {name: round(value, 2) for name, value in parts.items()}
+        row["overhead"] = round(seconds["pressed"] / seconds["dense"] - 1, 3)
+        row["index_share"] = round(runs[-1].index_bytes / runs[-1].stored_bytes, 4)
+        return [row]
+
+    def _tokens(self, loaded: LoadedModel) -> Tensor:
+        if self.text is None:
+            text = " ".join(prose(random.Random(0), loaded.tokenizer, self.tokens + 100))
+        else:
+            text = Path(self.text).read_text(encoding="utf-8")
+        ids = loaded.tokenizer(text).input_ids[: self.tokens]
+        if len(ids) < self.tokens:
+            raise ValueError(f"text must have at least {self.tokens} tokens, got {len(ids)} of {self.text}")
+        return torch.tensor([ids])
+
+
+@dataclass(frozen=True)
+class RetrievalBenchmark:
+    """All of it.
+
+    Args:
+        threads: torch threads.
+        decode, update, prefill: the parts; None leaves one out.
+    """
+
+    threads: int = 2
+    decode: DecodeBenchmark | None = field(default_factory=DecodeBenchmark)
+    update: UpdateBenchmark | None = field(default_factory=UpdateBenchmark)
+    prefill: PrefillBenchmark | None = field(default_factory=PrefillBenchmark)
+
+    def run(self) -> list[dict[str, Any]]:
+        """The rows of all parts."""
+        torch.set_num_threads(self.threads)
+        parts = (self.decode, self.update, self.prefill)
+        return [row for part in parts if part is not None for row in part.run()]

@@ -1,0 +1,140 @@
+"""Closed loop: a text decoded token by token through a retrieving press, and densely from the same prompt.
+
+Retrieval is at work in forwards of a single token only, so the trace cannot be fed in chunks as `replay` does. The prompt is
+read once for both sides: the dense one goes on from a copy of the cache, made before anything was indexed.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from kvstitch.evaluation.answers import Answer, answer_metrics, graded
+from kvstitch.evaluation.metrics import TokenComparison, compare_tokens
+from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.reads import ReadMeter
+from kvstitch.evaluation.results import SampleResult, make_record
+from kvstitch.evaluation.streams import Stream
+from kvstitch.evaluation.tasks.base import Question, Sample, Task
+from kvstitch.presses.retrieval import RetrievalPress
+from kvstitch.presses.retrieval_run import RetrievalRun
+
+# Logits are compared in blocks: 64 x 150,000 words in float32 are 40 MB a side.
+_BLOCK_TOKENS = 64
+
+
+def closed_loop_sample(
+    loaded: LoadedModel, press: RetrievalPress, task: Task, sample: Sample, *, speed_tokens: int
+) -> SampleResult:
+    """Prompt, trace and questions of one sample through the press and through the dense model.
+
+    KL, agreement and NLL are means over the trace's tokens but the last. Questions are decoded from copies of the cache as
+    the trace left it, their cues token by token, so that what leads to an answer is retrieved, too.
+
+    Args:
+        loaded: model and tokenizer.
+        press: its `on_read` is called as well.
+        task: grades the answers.
+        speed_tokens: greedy decode steps timed at the end of the trace; 0 leaves it out.
+
+    Raises:
+        NonFiniteLogits: NaN in the logits of either model.
+    """
+    meter = ReadMeter(press.on_read)
+    with dataclasses.replace(press, on_read=meter, measure_mass=True)(loaded.model) as run:
+        pressed, dense = Stream(loaded.model), Stream(loaded.model)
+        pressed.prefill(sample.prompt_ids)
+        _go_on_from(dense, pressed, press)
+        metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
+        metrics |= _quality(run, pressed, dense, sample.trace_ids)
+        metrics |= meter.metrics(pressed.cache) | index_metrics(run)
+        answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
+        metrics |= answer_metrics(answers)
+    # A press that nobody watches owns the same cache, and its steps do not pay for what was measured.
+    with dataclasses.replace(press, on_read=None, measure_mass=False)(loaded.model) as run:
+        metrics |= _speed(run, pressed, dense, speed_tokens)
+    return SampleResult(make_record(sample, metrics, answers))
+
+
+def _go_on_from(dense: Stream, pressed: Stream, press: RetrievalPress) -> None:
+    """The other side of a prompt that was read once, its cache not indexed yet."""
+    dense.cache = copy.deepcopy(pressed.cache, {id(press): press})
+    dense._last = pressed._last
+
+
+def _quality(run: RetrievalRun, pressed: Stream, dense: Stream, trace: Sequence[int]) -> dict[str, float | None]:
+    """Feed the trace to both and compare what they predict after each token but the last."""
+    parts: list[TokenComparison] = []
+    for start in range(0, len(trace), _BLOCK_TOKENS):
+        block = trace[start : start + _BLOCK_TOKENS]
+        with run.paused():
+            expected = dense.feed(block)
+        got = torch.cat([pressed.feed([token]) for token in block])
+        targets = torch.tensor(trace[start + 1 : start + 1 + len(block)])
+        parts.append(compare_tokens(expected[: len(targets)], got[: len(targets)], targets))
+    joined = TokenComparison.join(parts)
+    metrics: dict[str, float | None] = {"compared_tokens": joined.kl.numel()}
+    names = ("kl", "top1_agreement", "nll", "dense_nll", "nll_difference")
+    if not joined.kl.numel():
+        return metrics | dict.fromkeys(names)
+    nll, dense_nll = joined.nll.double().mean().item(), joined.dense_nll.double().mean().item()
+    values = (joined.kl.double().mean().item(), joined.agreement.mean().item(), nll, dense_nll, nll - dense_nll)
+    return metrics | dict(zip(names, values))
+
+
+def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
+    """What the indices took and hold: seconds beside and after the prompt's forward, and bytes against those of the cache.
+
+    Returns:
+        `events`, indices built or renewed; `observe_seconds`; `index_seconds` after the prompt, of which `exposed_seconds`
+        were waiting for `background_seconds` of work (processor time); `index_bytes` and their `index_share` of the bytes of
+        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any.
+    """
+    events = run.events
+    layers = [layer for event in events for layer in event.layers]
+    metrics: dict[str, float | None] = {
+        "events": len(events),
+        "observe_seconds": sum(event.observe_seconds for event in events),
+        "index_seconds": sum(event.seconds for event in events),
+        "background_seconds": sum(event.busy_seconds for event in events),
+        "exposed_seconds": sum(event.exposed_seconds for event in events),
+        "index_bytes": run.index_bytes,
+        "index_share": run.index_bytes / run.stored_bytes if run.stored_bytes else None,
+    }
+    for name, detail in (("modularity", "modularity"), ("resolution", "resolution"), ("communities", "num_leiden")):
+        shown = [layer.details[detail].double() for layer in layers if detail in layer.details]
+        metrics[name] = torch.cat(shown).nanmean().item() if shown else None
+    return metrics
+
+
+def _ask(
+    loaded: LoadedModel, run: RetrievalRun, pressed: Stream, dense: Stream, task: Task, question: Question
+) -> dict[str, object]:
+    answer: dict[str, object] = {"gold": list(question.gold), "meta": dict(question.meta)}
+    answer["pressed"] = _answer(loaded, run, pressed, task, question)
+    with run.paused():
+        answer["dense"] = _answer(loaded, run, dense, task, question)
+    return answer
+
+
+def _answer(loaded: LoadedModel, run: RetrievalRun, stream: Stream, task: Task, question: Question) -> Answer:
+    with stream.branch(run.press) as branch:
+        for token in question.cue_ids:
+            branch.feed([token])
+        tokens = branch.greedy(question.max_new_tokens, stop_token_ids(loaded))
+    return graded(task, question, loaded.tokenizer, tokens)
+
+
+def _speed(run: RetrievalRun, pressed: Stream, dense: Stream, count: int) -> dict[str, float | None]:
+    """Decoded tokens a second at the end of the trace, without the building of indices."""
+    if not count:
+        return {"decode_tokens_per_second": None, "dense_decode_tokens_per_second": None}
+    before = run.event_seconds
+    seconds = pressed.time_steps(count)
+    seconds -= run.event_seconds - before
+    with run.paused():
+        return {
+            "decode_tokens_per_second": count / seconds,
+            "dense_decode_tokens_per_second": count / dense.time_steps(count),
+        }

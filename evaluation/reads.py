@@ -1,0 +1,87 @@
+"""What a retrieving press read, added up over steps and layers."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import Cache
+
+from kvstitch.presses.retrieval_events import ReadEvent
+
+_INDEX_ITEM_BYTES = 4
+# Heads that matter are often those in which a method is worst.
+_WORST_SHARE = 0.1
+METRICS = (
+    "read_slots",
+    "read_keys",
+    "read_index_rows",
+    "read_bytes",
+    "dense_read_bytes",
+    "mass_recall",
+    "mass_recall_worst",
+)
+
+
+class ReadMeter:
+    """Called with every `ReadEvent`; keeps sums, not events.
+
+    Args:
+        forward: called with the same, or None.
+    """
+
+    def __init__(self, forward: Callable[[ReadEvent], None] | None = None):
+        self._forward = forward
+        self._steps: dict[int, int] = {}
+        self._sums: dict[int, dict[str, Tensor]] = {}
+
+    def __call__(self, event: ReadEvent) -> None:
+        if self._forward is not None:
+            self._forward(event)
+        per_head = event.positions.shape[1] // event.num_kv_heads
+        new = {
+            "slots": distinct_slots(event.positions, event.num_kv_heads).double().mean(),
+            "keys": torch.as_tensor(event.key_rows).double().mean() * per_head,
+            "index": torch.as_tensor(event.index_rows).double(),
+        }
+        if event.mass is not None:
+            new["mass"] = event.mass.double().mean(dim=0)
+        old = self._sums.get(event.layer_idx)
+        self._sums[event.layer_idx] = new if old is None else {name: old[name] + new[name] for name in new}
+        self._steps[event.layer_idx] = self._steps.get(event.layer_idx, 0) + 1
+
+    def metrics(self, cache: Cache) -> dict[str, float | None]:
+        """Means over steps, rows, kv heads and layers; None without a step.
+
+        Returns:
+            `read_slots`, `read_keys` and `read_index_rows` per kv head and layer; `read_bytes` of a step over all layers
+            that retrieve, for one row; `dense_read_bytes`, what reading all keys and values there takes at the end;
+            `mass_recall`, and `mass_recall_worst`, its mean over the tenth of heads that have least.
+        """
+        means = [{name: total / self._steps[layer] for name, total in sums.items()} for layer, sums in self._sums.items()]
+        metrics = dict.fromkeys(METRICS)
+        if not means:
+            return metrics
+        for name, part in (("read_slots", "slots"), ("read_keys", "keys"), ("read_index_rows", "index")):
+            metrics[name] = sum(layer[part].item() for layer in means) / len(means)
+        read = dense = 0.0
+        for layer, index in zip(means, self._sums):
+            keys, values = cache.layers[index].keys, cache.layers[index].values
+            key_bytes, value_bytes = (x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
+            row_bytes = keys.shape[1] * keys.shape[3] * _INDEX_ITEM_BYTES
+            read += layer["slots"] * (key_bytes + value_bytes) + layer["keys"] * key_bytes + layer["index"] * row_bytes
+            dense += keys.shape[2] * (key_bytes + value_bytes)
+        metrics |= {"read_bytes": float(read), "dense_read_bytes": float(dense)}
+        if all("mass" in layer for layer in means):
+            heads = torch.cat([layer["mass"] for layer in means]).sort().values
+            metrics["mass_recall"] = heads.mean().item()
+            metrics["mass_recall_worst"] = heads[: max(1, round(_WORST_SHARE * len(heads)))].mean().item()
+        return metrics
+
+
+def distinct_slots(positions: Int64[Tensor, "B S M"], num_kv_heads: int) -> Int64[Tensor, "B H"]:
+    """Positions that the selections of each kv head read together, each counted once; -1 is none."""
+    joined = positions.view(positions.shape[0], num_kv_heads, -1).sort(dim=-1).values
+    new = torch.ones_like(joined, dtype=torch.bool)
+    new[..., 1:] = joined[..., 1:] != joined[..., :-1]
+    return (new & (joined >= 0)).sum(dim=-1)
