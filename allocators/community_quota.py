@@ -19,6 +19,7 @@ from kvstitch.kernels.segment_quota.reference import protected_limits
 from kvstitch.views import LayerView, Needs, QueryWindow
 
 # Rows of attention that are held at once.
+_WEIGHT_DECIMALS = 5
 _BLOCK_QUERIES = 32
 
 
@@ -140,31 +141,32 @@ class CommunityQuota(EvictingAllocator):
         return torch.cat([block.values for block in blocks], 2), torch.cat([block.indices for block in blocks], 2)
 
     def _cut(self, weights: np.ndarray, columns: np.ndarray, valid: np.ndarray, old: np.ndarray) -> np.ndarray:
-        """Communities of one head, from 0."""
-        length = len(valid)
+        """Communities of one head, from 0; empty slots in community 0."""
+        ids = np.zeros(len(valid), np.int64)
+        # Nodes are numbered over the valid slots: Leiden visits them by number, so padding would change what it finds.
+        place = np.cumsum(valid) - 1
+        ids[valid] = self._cut_packed(weights, place[columns], int(valid.sum()), old[valid])
+        return ids
+
+    def _cut_packed(self, weights: np.ndarray, columns: np.ndarray, length: int, old: np.ndarray) -> np.ndarray:
         query = np.broadcast_to(np.arange(weights.shape[0])[:, None], weights.shape)
+        # Rounded, so that the last bits of a product do not decide between partitions.
+        weights = weights.astype(np.float64).round(_WEIGHT_DECIMALS)
         real = weights > 0
         # Queries are nodes behind the slots, so that only what they attend to together is linked.
         nodes = length + weights.shape[0]
-        graph = attention_graph(length + query[real], columns[real], weights[real].astype(np.float64), nodes, 0.0)
+        graph = attention_graph(length + query[real], columns[real], weights[real], nodes, 0.0)
         graph = graph[:length, :length].tocsr()
         graph.sort_indices()
         degrees = np.asarray(graph.sum(axis=1)).ravel()
-        found = leiden_of_size(graph, self.target_tokens, self.seed)
-        labels = np.where(degrees > 0, found.labels, -1)
-        keeps_old = (degrees == 0) & (old >= 0) & valid
+        labels = np.where(degrees > 0, leiden_of_size(graph, self.target_tokens, self.seed).labels, -1)
+        keeps_old = (degrees == 0) & (old >= 0)
         labels[keeps_old] = labels.max(initial=-1) + 1 + old[keeps_old]
-        alone = (labels < 0) & valid
+        alone = labels < 0
         labels[alone] = labels.max(initial=-1) + 1 + np.arange(int(alone.sum())) // self.run_tokens
-        labels[~valid] = -1
-        return self._pooled(labels, degrees, valid)
-
-    def _pooled(self, labels: np.ndarray, degrees: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        ids = np.zeros(len(labels), np.int64)
-        inside = np.unique(labels[valid], return_inverse=True)[1]
+        inside = np.unique(labels, return_inverse=True)[1]
         # A degree of at least a little, so that only size and degree decide who is pooled.
-        ids[valid] = capped(inside, degrees[valid] + 1e-12, max(1, int(valid.sum()) // self.min_mean_tokens), self.run_tokens)
-        return ids
+        return capped(inside, degrees + 1e-12, max(1, length // self.min_mean_tokens), self.run_tokens)
 
 
 def _attention(window: QueryWindow, view: LayerView) -> Float32[Tensor, "B H W T"]:

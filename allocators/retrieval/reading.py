@@ -85,12 +85,13 @@ class ReadBuffer:
         self._check = parts.has_empty_recent
         self._slots = torch.zeros(len(parts.first), units, plan.width, dtype=torch.int64, device=device)
         self._slots[..., : self._num_sinks] = self._first + torch.arange(self._num_sinks, device=device)
+        self._refresh()
         self._recent[...] = parts.boundary + torch.arange(self.num_recent, device=device)
         self._place = torch.arange(self.width, device=device)
 
-    @property
-    def _recent(self) -> Tensor:
-        return self._slots[..., self._num_sinks : self._num_sinks + self.num_recent]
+    def _refresh(self) -> None:
+        self._recent = self._slots[..., self._num_sinks : self._num_sinks + self.num_recent]
+        self._body = self._slots[..., self._num_sinks + self.num_recent :]
 
     @property
     def limits(self) -> Int64[Tensor, "B 1 1"] | None:
@@ -102,7 +103,7 @@ class ReadBuffer:
         left = range(self.boundary, length - self.num_recent)
         self.boundary = left.stop
         if len(left):
-            self._recent.add_(len(left))
+            self._recent += len(left)
         self.least_total += sum(self.joins(slot) is None for slot in left)
         if not self._filled:
             for slot in left:
@@ -129,8 +130,7 @@ class ReadBuffer:
             retrieved: the first `width` columns are slots, as many as the row may and can retrieve.
         """
         self._check = self._check or step.has_padding
-        body = self._slots[..., self._num_sinks + self.num_recent :]
-        body.copy_(retrieved[..., : self.width])
+        body = self._body.copy_(retrieved[..., : self.width])
         if not self._filled:
             body.masked_fill_(self._place >= torch.minimum(self._limits, self._totals), -1)
         overlapping = self.boundary < self._most_first + self._num_sinks
@@ -155,6 +155,7 @@ class ReadBuffer:
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         for name in ("_first", "_limits", "_totals", "_slots"):
             setattr(self, name, function(getattr(self, name)))
+        self._refresh()
 
 
 def _without_padding(slots: Tensor, positions: Tensor) -> Tensor:

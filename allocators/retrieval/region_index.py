@@ -13,7 +13,7 @@ from kvstitch.allocators.retrieval.exact import best_of_shortlist, rank_range
 from kvstitch.allocators.retrieval.growth import Growth
 from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
-from kvstitch.allocators.retrieval.ranges import expand_ranges
+from kvstitch.allocators.retrieval.ranges import expand_ranges, unit_steps
 from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
 from kvstitch.allocators.retrieval.scoring import rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
@@ -79,6 +79,7 @@ class RegionIndex(LayerIndex):
         self._order: Tensor | None = None
         self._members: TailMembers | None = None
         self._buffer: ReadBuffer | None = None
+        self._unit_steps: Tensor | None = None
         self._widest = 0
 
     @abstractmethod
@@ -128,7 +129,8 @@ class RegionIndex(LayerIndex):
         labels = layout.labels if self.growth.keeps_labels else torch.where(body, layout.labels, -1)
         num = layout.starts.shape[-1]
         rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
-        return RegionStore(layout, rows, centroids(view.values, labels, num) if self.options.replacement else None)
+        values = centroids(view.values, labels, num) if self.options.replacement else None
+        return RegionStore(layout, rows, values, has_listed=self.growth.joins_built)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class RegionIndex(LayerIndex):
         options, width = self.options, self._buffer.width
         rated = rate_regions(
             self.store,
-            step.query[:, :, 0].float(),
+            step.query.float(),
             options.combine,
             options.select,
             self.frame.scaling,
@@ -175,7 +177,9 @@ class RegionIndex(LayerIndex):
         if self._members is not None:
             # The listed members come first in a region's columns; they are written over what the range gives there.
             starts = starts - (counts - self._of(self.store.sizes, best))
-        slots = expand_ranges(starts, counts, ends, width)
+        if self._unit_steps is None or self._unit_steps.shape != (*best.shape[:2], width + 1):
+            self._unit_steps = unit_steps(*best.shape[:2], width, best.device)
+        slots = expand_ranges(starts, counts, ends, self._unit_steps)
         if self._order is not None:
             self.reserve(step.length)
             slots = self._expanded(self._order, slots).gather(-1, slots.clamp(0, step.length - 1)).long()
@@ -220,9 +224,9 @@ class RegionIndex(LayerIndex):
         return counts.scatter_add_(-1, labels, -(retrieved >= 0).long()).gather(-1, best)
 
     def _rest(self, best: Tensor, left: Tensor, scores: Tensor) -> Rest:
-        heads = scores.flatten(1, 2)
+        by_selection = scores.view(*best.shape[:2], -1, scores.shape[-1])
         return Rest(
-            scores=heads.gather(-1, per_unit(best, heads.shape[1])),
+            scores=by_selection.gather(-1, best[:, :, None].expand(-1, -1, by_selection.shape[2], -1)),
             values=gather_rows((self.store.values,), best)[0],
             log_counts=left.float().log_(),
         )

@@ -26,7 +26,7 @@ class Ratings(NamedTuple):
 
 def rate_regions(
     store: RegionStore,
-    query: Float32[Tensor, "B Q D"],
+    query: Float32[Tensor, "B Q 1 D"],
     combine: str,
     select: str,
     scaling: float,
@@ -46,7 +46,7 @@ def rate_regions(
             that any key between them can have (Quest, arXiv 2406.10774).
         want_scores: whether the scores of single heads are needed, too.
     """
-    batch, query_heads, dim = query.shape
+    batch, query_heads, _, dim = query.shape
     units = store.starts.shape[1]
     rows = query.view(batch, units, query_heads // units, dim)
     if combine == "mean" and select == "kv_head" and not bounds and not want_scores:
@@ -62,5 +62,5 @@ def rate_regions(
     elif combine == "max":
         ratings = scores.amax(dim=2)
     else:
-        ratings = (scores * scaling).softmax(dim=-1).sum(dim=2).masked_fill(store.bias == -torch.inf, -torch.inf)
+        ratings = (scores * scaling).softmax(dim=-1).sum(dim=2).add_(store.bias)
     return Ratings(ratings, scores if want_scores else None)

@@ -20,7 +20,8 @@ class RegionStore:
 
     Attributes: views of the columns in use, C = `num`.
         starts, sizes: `[B, U, C]` int64, the range in which the members lie.
-        counts: `[B, U, C]` int64, all members that may be read: `sizes`, and those that are listed elsewhere.
+        counts: `[B, U, C]` int64, all members that may be read: `sizes`, and those that are listed elsewhere; the same
+            tensor as `sizes` if none ever is.
         bias: `[B, U, C]` 0, or -inf where there is no member.
         vectors: `[B, U, E, C]` float32 representatives, E = D for centroids, 2 D for bounds (largest, smallest).
         values: `[B, U, C, D]` float32 mean values, or None.
@@ -33,10 +34,18 @@ class RegionStore:
     vectors: Tensor
     values: Tensor | None
 
-    def __init__(self, layout: Layout, rows: Float32[Tensor, "B U C E"], values: Float32[Tensor, "B U C D"] | None = None):
+    def __init__(
+        self,
+        layout: Layout,
+        rows: Float32[Tensor, "B U C E"],
+        values: Float32[Tensor, "B U C D"] | None = None,
+        has_listed: bool = False,
+    ):
         self.num = layout.starts.shape[-1]
         bias = torch.zeros(layout.sizes.shape, device=layout.sizes.device).masked_fill_(layout.sizes == 0, -torch.inf)
-        self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "counts": layout.sizes.clone(), "bias": bias}
+        self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "bias": bias}
+        if has_listed:
+            self._tensors["counts"] = layout.sizes.clone()
         self._by_dimension = rows.device.type == "cpu"
         self._tensors["vectors"] = rows.transpose(2, 3).contiguous() if self._by_dimension else rows.contiguous()
         if values is not None:
@@ -72,18 +81,23 @@ class RegionStore:
     def score(self, rows: Float32[Tensor, "B U N E"]) -> Float32[Tensor, "B U N C"]:
         """Product of each row with each representative; -inf for columns without members."""
         batch, units, count, _ = rows.shape
-        out = torch.baddbmm(self.bias.flatten(0, 1)[:, None], rows.flatten(0, 1), self.vectors.flatten(0, 1))
-        return out.view(batch, units, count, self.num)
+        return torch.baddbmm(self._flat_bias, rows.flatten(0, 1), self._flat_vectors).view(batch, units, count, self.num)
+
+    def add_to_last(self, count: "int | Tensor") -> None:
+        """The last column has `count` members more in its range."""
+        self._last_size += count
+        if self._last_count is not self._last_size:
+            self._last_count += count
 
     def average_last(self, key: Tensor, value: Tensor | None, weight: "float | Tensor") -> None:
         """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
-        self.vectors[..., -1].lerp_(key, weight)
+        self._last_vector.lerp_(key, weight)
         if value is not None:
             self.values[:, :, -1].lerp_(value, weight)
 
     def widen_last(self, key: Tensor, weight: "float | Tensor") -> None:
         """Extends the bounds of the last column; weight 1 sets them, 0 leaves them."""
-        bounds = self.vectors[..., -1]
+        bounds = self._last_vector
         dim = key.shape[-1]
         upper, lower = torch.maximum(bounds[..., :dim], key), torch.minimum(bounds[..., dim:], key)
         weight = torch.as_tensor(weight, device=key.device)
@@ -112,12 +126,15 @@ class RegionStore:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
 
     def _refresh(self) -> None:
+        """Views are made when columns come, not at every step."""
         used = slice(0, self.num)
-        self.starts, self.sizes, self.counts, self.bias = (
-            self._tensors[name][..., used] for name in ("starts", "sizes", "counts", "bias")
-        )
+        self.starts, self.sizes, self.bias = (self._tensors[name][..., used] for name in ("starts", "sizes", "bias"))
+        self.counts = self._tensors["counts"][..., used] if "counts" in self._tensors else self.sizes
         self.vectors = self.vector_rows[:, :, used].transpose(2, 3)
         self.values = self._tensors["values"][:, :, used] if "values" in self._tensors else None
+        self._flat_bias, self._flat_vectors = self.bias.flatten(0, 1)[:, None], self.vectors.flatten(0, 1)
+        self._last_vector, self._last_size = self.vectors[..., -1], self.sizes[..., -1]
+        self._last_count = self._last_size if self.counts is self.sizes else self.counts[..., -1]
 
 
 def centroids(keys: Float[Tensor, "B H T D"], labels: Int64[Tensor, "B U T"], num: int) -> Float32[Tensor, "B U C D"]:

@@ -28,10 +28,10 @@ def largest(weights: Tensor, indices: Tensor, count: int) -> tuple[Tensor, Tenso
 def largest_columns(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`largest` over wide rows at the speed of memory: the k best lie in the k tiles with the largest maxima.
 
-    Proof: order entries by (weight, lower index first), and tiles by their best entry; because a tile is contiguous,
-    comparing tiles by (maximum, lower tile first) is the same order. If an entry of the k best lay in a tile that is not
-    among the k best tiles, k tiles would each hold an entry before it: a contradiction. The same holds for the parts of
-    the tiles that are left.
+    Proof: order entries by (weight, lower index first), and tiles by their best entry; as a tile is contiguous,
+    comparing tiles by (maximum, lower tile first) is the same order. If an entry of the k best lay in a tile that is
+    not among the k best tiles, k tiles would each hold an entry before it: a contradiction. The same holds for the
+    parts of the tiles that are left.
 
     Args:
         weights: `[R, C]` contiguous, not negative; `TILE` divides C.

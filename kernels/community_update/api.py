@@ -45,11 +45,11 @@ def community_update(
     """Add one token's edges and give it the community with the largest gain in modularity, in O(D + E^2).
 
     Nothing depends on T: only E labels, E degrees and one centroid are touched. Layers may be stacked along B, so that
-    one call serves a whole decode step: on a CPU the calls cost more than the arithmetic.
+    one call serves a decode step: on a CPU the calls cost more than the arithmetic.
 
     The edges of token i, with alpha its attention to its top-E keys (itself among them or not) and l = `direct_share`:
-    `w_ij = l / 2 alpha_ij + (1 - l) alpha_ii alpha_ij` to each key j, and `(1 - l) alpha_ij alpha_ik` between two of its
-    keys. Labels that exist stay as they are. The gain of joining community C is
+    `w_ij = l / 2 alpha_ij + (1 - l) alpha_ii alpha_ij` to each key j, and `(1 - l) alpha_ij alpha_ik` between two of
+    its keys. Labels that exist stay as they are. The gain of joining community C is
     `sum_{j in C} w_ij - resolution w_i w_C / 2m`, with w_C and 2m after the new edges (the paper leaves that open) and
     w_C without token i. The largest gain wins, the lower label among equals; if none is above zero the token opens a
     community. When all C exist, it joins the best one at a loss, or the newest if it has no neighbour.

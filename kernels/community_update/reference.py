@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def community_update_reference(
     communities,
     key: Tensor,

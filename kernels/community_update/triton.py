@@ -113,7 +113,7 @@ def community_update_triton(
     """Arguments and result of `api.community_update`; one launch, one warp per row and head."""
     state = (communities.centroids, communities.sizes, communities.degrees, communities.total_degree, communities.count)
     if not all(tensor.is_contiguous() for tensor in state) or communities.labels.stride(2) != 1:
-        raise ValueError("the Triton kernel updates contiguous centroids, sizes, degrees, total_degree and count in place")
+        raise ValueError("the Triton kernel needs contiguous centroids, sizes, degrees, total_degree and count")
     batch, heads, num_edges = edge_slots.shape
     key = key if key.stride(2) == 1 else key.contiguous()
     chosen = torch.empty(batch, heads, dtype=torch.int32, device=key.device)

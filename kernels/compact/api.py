@@ -24,8 +24,8 @@ def compact(
     order, or in blocks that are read whole before they are written.
 
     Args:
-        tensors: `[B, H, T, ...]` each, T >= K: keys, values, positions and any other state that goes with the slots; views
-            of larger storage are written through.
+        tensors: `[B, H, T, ...]` each, T >= K: keys, values, positions and any other state that goes with the slots;
+            views of larger storage are written through.
         slots: strictly ascending in each head, then -1 to the end where a head keeps fewer than K. Not checked: it
             would cost a synchronisation.
         fills: for each tensor, what to write where `slots` is -1 (-1 for positions), or None to leave what is there.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kvstitch.kernels.common.rows import gather_rows
@@ -11,6 +12,7 @@ from kvstitch.kernels.common.rows import gather_rows
 _BLOCK_BYTES = 2**20
 
 
+@torch.no_grad()
 def compact_reference(tensors: Sequence[Tensor], slots: Tensor, fills: list[float | int | None]) -> None:
     """Arguments of `api.compact`; each block of heads is read whole before it is written."""
     kept = slots.shape[2]

@@ -53,7 +53,7 @@ def compact_triton(tensors: Sequence[Tensor], slots: Tensor, fills: list[float |
     for tensor, fill in zip(tensors, fills):
         rows = tensor.view(*tensor.shape[:3], -1)
         if rows.shape[3] > 1 and rows.stride(3) != 1:
-            raise ValueError(f"the Triton kernel moves rows that are contiguous, got stride {rows.stride(3)} inside one")
+            raise ValueError(f"the Triton kernel moves contiguous rows, got stride {rows.stride(3)} inside one")
         width = rows.shape[3]
         # 64 bytes of a row each: enough programs to use the memory bus when there are few heads.
         block_w = min(next_power_of_two(width), 64 // rows.element_size())

@@ -8,9 +8,6 @@ from kvstitch.kernels.segment_quota.reference import SegmentPlan, segment_plan_r
 from kvstitch.kernels.segment_quota.rules import SegmentRules
 from kvstitch.kernels.segment_quota.selection import segment_select_reference
 
-# A program of the Triton kernels holds a whole head in registers.
-MAX_TRITON_SLOTS = 8192
-
 
 def segment_plan(
     usage: Float32[Tensor, "B H T"],
@@ -33,11 +30,9 @@ def segment_plan(
         least_keep: lower bound of `keep`, known on the host.
         valid: None if no slot is empty.
         rules: numbers and switches.
-        impl: "auto" (Triton on CUDA tensors of at most `MAX_TRITON_SLOTS` slots), "triton", "reference".
-
-    Raises: ValueError for "triton" with more slots than that.
+        impl: "auto" (Triton on CUDA tensors), "triton", "reference".
     """
-    if _implementation(impl, usage) == "reference":
+    if resolve_implementation(impl, usage) == "reference":
         return segment_plan_reference(usage, credit, keep, least_keep, valid, rules)
     from kvstitch.kernels.segment_quota.triton import segment_plan_triton
 
@@ -69,21 +64,9 @@ def segment_select(
     Returns: ascending slots, -1 after the last one.
     """
     arguments = (scores, slot_edges, quotas, num_first, first_recent, valid, must_keep, width)
-    if _implementation(impl, scores) == "reference":
+    if resolve_implementation(impl, scores) == "reference":
         return segment_select_reference(*arguments)
     from kvstitch.kernels.segment_quota.triton_select import segment_select_triton
 
     return segment_select_triton(*arguments)
 
-
-def _implementation(impl: str, tensor: Tensor) -> str:
-    too_long = tensor.shape[-1] > MAX_TRITON_SLOTS
-    chosen = resolve_implementation(impl, tensor)
-    if chosen == "triton" and too_long:
-        if impl == "triton":
-            raise ValueError(
-                f"the Triton kernels take at most {MAX_TRITON_SLOTS} slots a head, got {tensor.shape[-1]}; "
-                "use impl='reference', which takes any"
-            )
-        return "reference"
-    return chosen

@@ -1,7 +1,7 @@
 """Triton kernel that plans an event of mass segments, one program a head, and its launcher.
 
-Steps and formulas are those of the torch path (`mass.py`, `segments.py`, `quotas.py`); where that one keeps shapes fixed
-to stay parallel, a program walks from segment to segment, since heads are what runs side by side here.
+Steps and formulas are those of the torch path (`mass.py`, `segments.py`, `quotas.py`); where that one keeps shapes
+fixed to stay parallel, a program walks from segment to segment, since heads are what runs side by side here.
 """
 
 import torch
@@ -116,8 +116,8 @@ def _write_running(
 ):
     """Fills, for a head, what is looked up by slot later; returns how many slots are valid.
 
-    `running` [T + 1]: mass before each slot; `rank` [T]: valid slots up to each; `slot_after` [T + 1]: the slot after the
-    n-th valid one.
+    `running` [T + 1]: mass before each slot; `rank` [T]: valid slots up to each; `slot_after` [T + 1]: the slot after
+    the n-th valid one.
     """
     p_running = running + i_bh * (num_slots + 1)
     p_after = slot_after + i_bh * (num_slots + 1)

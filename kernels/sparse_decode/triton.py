@@ -1,8 +1,8 @@
 """Triton kernels of sparse decoding, and their launcher. Logits are in units of log2 throughout.
 
-Flash-decoding: `_sparse_decode_split_kernel` gives each part of a slot list to a program of its own, with the query heads
-of the selection folded into rows; `_merge_splits_kernel` joins the parts by their log-sum-exps; `_top_slots_kernel` turns
-stored logits into the largest mean weights.
+Flash-decoding: `_sparse_decode_split_kernel` gives each part of a slot list to a program of its own, with the query
+heads of the selection folded into rows; `_merge_splits_kernel` joins the parts by their log-sum-exps;
+`_top_slots_kernel` turns stored logits into the largest mean weights.
 """
 
 import torch
@@ -201,7 +201,7 @@ def sparse_decode_triton(
     batch, query_heads, _, head_dim = query.shape
     if keys.stride(-1) != 1 or values.stride(-1) != 1 or values.shape[-1] != head_dim:
         raise ValueError(
-            f"the Triton kernel needs keys and values of one head dim with contiguous rows, got {list(keys.shape)} with "
+            f"the Triton kernel needs keys and values of one head dim and contiguous rows, got {list(keys.shape)} with "
             f"strides {keys.stride()} and {list(values.shape)} with strides {values.stride()}"
         )
     query, slots = query.contiguous(), slots.contiguous()

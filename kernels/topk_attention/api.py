@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvstitch.kernels.common.dispatch import require_triton_dtype, resolve_implementation
@@ -48,6 +47,8 @@ def topk_attention(
     impl: str = "auto",
 ) -> TopKAttention:
     """Causal attention, and for each query its top-k weights outside the sinks. Memory is linear in N and T.
+
+    For inference: nothing is differentiated.
 
     Query i is the token of key `T - N + i`, so a chunk of a longer prefill passes its own queries and all keys so far.
 

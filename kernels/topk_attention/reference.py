@@ -9,6 +9,7 @@ from kvstitch.kernels.common.ordering import TILE, largest, largest_columns
 _BLOCK_BYTES = 8 * 2**20
 
 
+@torch.no_grad()
 def topk_attention_reference(
     query: Tensor,
     key: Tensor,
@@ -80,8 +81,8 @@ class _Row:
         self.offset = num_keys - query.shape[1]
         widest = key.shape[1] * query.shape[0]
         self.block = min(128, max(16, _BLOCK_BYTES // (widest * key.element_size()) // 8 * 8))
-        # One buffer for all blocks: as each block is wider than the one before, the allocator would take fresh pages for
-        # each, and touching those costs as much as the softmax.
+        # One buffer for all blocks: each is wider than the one before, so the allocator would take fresh pages for it,
+        # and touching those costs as much as the softmax.
         rows = min(self.block, query.shape[1])
         self.buffer = key.new_empty(widest * rows)
         self.sum_buffer = key.new_empty(key.shape[0] * key.shape[1] * rows)

@@ -1,9 +1,9 @@
 """Triton kernels of top-k attention. Logits are in units of log2 throughout.
 
-`_topk_attention_fwd_kernel` is FlashAttention-2 with a running top-k beside the running softmax. It walks the keys from
-the newest to the oldest: recent keys carry large weights, so the lists fill early, and a tile whose largest logit cannot
-enter any list is passed over after one comparison a row. `_group_topk_fwd_kernel` is the second pass of the exact group
-mean; `_merge_heads_kernel` merges the lists of a group's heads instead.
+`_topk_attention_fwd_kernel` is FlashAttention-2 with a running top-k beside the running softmax. It walks the keys
+from the newest to the oldest: recent keys carry large weights, so the lists fill early, and a tile whose largest logit
+cannot enter any list is passed over after one comparison a row. `_group_topk_fwd_kernel` is the second pass of the
+exact group mean; `_merge_heads_kernel` merges the lists of a group's heads instead.
 """
 
 import torch

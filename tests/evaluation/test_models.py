@@ -90,6 +90,18 @@ def test_embedded_loads_again_without_network_or_pip(embedded, monkeypatch):
     assert torch.equal(again.model.model.norm.weight, wanted)
 
 
+def test_rows_are_reordered_so_that_rope_gives_the_same_dot_products():
+    """Turning dims 2f and 2f+1 before the reordering is turning f and f + D/2 after it."""
+    heads, dim, width = 3, 8, 5
+    weight = torch.randn(heads * dim, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hidden = torch.randn(width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    angles = torch.tensor([0.3, 1.1, -0.7, 2.0], dtype=torch.float64)
+    pairs = torch.view_as_complex((weight @ hidden).view(heads, dim // 2, 2)) * torch.polar(torch.ones_like(angles), angles)
+    halves = (smollm2._halves_from_pairs(weight, dim) @ hidden).view(heads, 2, dim // 2)
+    turned = torch.complex(halves[:, 0], halves[:, 1]) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned, pairs)
+
+
 # --- its folder ---------------------------------------------------------------------------------
 
 

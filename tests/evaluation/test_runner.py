@@ -139,7 +139,7 @@ def test_a_task_without_samples_is_an_error(tiny, folder, make_press, make_task,
     task = make_task([make_sample("a")])
     object.__setattr__(task, "items", ())
     with pytest.raises(RunError, match="no sample"):
-        run(Evaluation(make_press(), task), tiny, folder)
+        run(Evaluation(make_press(), task, interval=16), tiny, folder)
 
 
 @pytest.mark.parametrize(

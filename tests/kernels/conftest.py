@@ -66,7 +66,8 @@ def _to(device: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True)
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{f.name: _to(device, getattr(value, f.name)) for f in dataclasses.fields(value)})
+        moved = {field.name: _to(device, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **moved)
     if isinstance(value, dict):
         return {name: _to(device, item) for name, item in value.items()}
     if hasattr(value, "_fields"):

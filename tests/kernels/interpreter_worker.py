@@ -1,7 +1,7 @@
 """Runs operators under Triton's interpreter for the tests; started by conftest.py, talks in pickles.
 
-A process of its own, because the interpreter takes effect only if TRITON_INTERPRET is set before Triton is imported, and
-because in a process where it is set nothing can be compiled any more.
+A process of its own, because the interpreter takes effect only if TRITON_INTERPRET is set before Triton is imported,
+and because in a process where it is set nothing can be compiled any more.
 """
 
 import importlib

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from kvstitch.kernels.common.dispatch import resolve_implementation
 
 WITHOUT_TRITON = """
@@ -24,7 +25,8 @@ slots = torch.tensor([[[0, 2], [1, 4]]])
 sparse_decode(query[:, :, :1], keys, keys, slots, 0.3, top_k=1)
 compact([keys], slots)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
-state = Communities(ints(1, 2, 6), torch.zeros(1, 2, 3, 8), ints(1, 2, 3), torch.ones(1, 2, 3), torch.ones(1, 2), ints(1, 2))
+degrees, totals = torch.ones(1, 2, 3), torch.ones(1, 2)
+state = Communities(ints(1, 2, 6), torch.zeros(1, 2, 3, 8), ints(1, 2, 3), degrees, totals, ints(1, 2))
 community_update(state, keys[:, :, 0], torch.tensor([5]), slots, torch.rand(1, 2, 2), 1.0)
 assert not [name for name in sys.modules if name.endswith(".triton") and name.startswith("kvstitch")]
 for interpret in "01":
@@ -56,7 +58,8 @@ def test_kernels_compile_without_spills_for_both_targets():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:-1]]
-    kernels = {"topk_attention_fwd", "group_topk_fwd", "merge_heads", "sparse_decode_split", "compact", "community_update"}
+    kernels = {"topk_attention_fwd", "group_topk_fwd", "merge_heads", "sparse_decode_split", "top_slots", "compact"}
+    kernels |= {"community_update", "segment_plan", "segment_select"}
     assert kernels <= {row[0] for row in rows}
     assert {target for row in rows for target in row if target.startswith("sm_")} == {"sm_80", "sm_90"}
-    assert {row[2] for row in rows} == {"64", "128"}
+    assert {row[2] for row in rows if row[1] == "bfloat16"} == {"64", "128"}

@@ -11,7 +11,7 @@ def inputs(batch, query_heads, heads, length, dim, selections, width, dtype=torc
     """Keys and values are views of larger storage, as a cache hands them out; slot lists are ragged and unordered."""
     generator = torch.Generator().manual_seed(seed)
     new = lambda *shape: torch.randn(shape, generator=generator).to(dtype)
-    keys, values = new(batch, heads, length + 13, dim)[:, :, :length], new(batch, heads, length + 13, dim)[:, :, :length]
+    keys, values = (new(batch, heads, length + 13, dim)[:, :, :length] for _ in range(2))
     slots = torch.rand(batch, selections, length, generator=generator).argsort(-1)[..., :width]
     slots[0, 0, width // 2 :] = -1
     slots[-1, -1, 3:7] = -1
@@ -28,7 +28,8 @@ def by_loops(query, keys, values, slots, softcap=None, sink_logits=None):
         for query_head in range(query_heads):
             head = query_head * heads // query_heads
             chosen = [int(s) for s in slots[row, query_head * selections // query_heads] if s >= 0]
-            logits = {s: float(query[row, query_head, 0].double() @ keys[row, head, s].double()) * SCALING for s in chosen}
+            own_query, own_keys = query[row, query_head, 0].double(), keys[row, head].double()
+            logits = {s: float(own_query @ own_keys[s]) * SCALING for s in chosen}
             if softcap is not None:
                 logits = {s: softcap * float(torch.tensor(x / softcap).tanh()) for s, x in logits.items()}
             exponentials = {s: float(torch.tensor(x, dtype=torch.float64).exp()) for s, x in logits.items()}

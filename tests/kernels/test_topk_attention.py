@@ -62,7 +62,7 @@ def eager(query, key, value):
 
 
 def check_edges(edges, expected, tolerance=2e-6):
-    """`edges` are the largest of the float64 weights `expected`; where two are closer than rounding, either may lead."""
+    """`edges` are the largest of the float64 weights `expected`; of two closer than rounding either may lead."""
     weights, indices = edges[-2:]
     best = expected.topk(min(weights.shape[-1], expected.shape[-1]), dim=-1).values
     best = torch.nn.functional.pad(best, (0, weights.shape[-1] - best.shape[-1]))

@@ -3,10 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-import kvstitch.configs
 import pytest
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
+
+import kvstitch.configs
 
 OPERATORS = ("community_update", "compact", "sparse_decode", "topk_attention")
 SMALL = {
