@@ -1,7 +1,7 @@
 """Graders: an answer as decoded, and what was wanted, to a score in [0, 1].
 
-Every grader compares whole numbers or whole words, never a prefix, suffix or substring: 711 does not answer 11. Numbers are
-compared by value (070 answers 70: both are the integer seventy), words and identifiers by spelling (070 does not).
+Every grader compares whole numbers or whole words, never a prefix, suffix or substring: 711 does not answer 11. Numbers
+are compared by value (070 answers 70: both are the integer seventy), words and identifiers by spelling (070 does not).
 """
 
 import difflib

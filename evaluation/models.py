@@ -98,7 +98,9 @@ def load_hub(
         )
     except (OSError, ValueError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ValueError(f"model.name={name!r} could not be loaded as a causal language model{offline}: {error}") from error
+        raise ValueError(
+            f"model.name={name!r} could not be loaded as a causal language model{offline}: {error}"
+        ) from error
 
 
 def stop_token_ids(loaded: LoadedModel) -> list[int]:

@@ -272,7 +272,7 @@ class StitchLayer(CacheLayerMixin):
         if length <= self._storage["keys"].shape[2]:
             return
         # A first forward gets what it needs: most prompts are much longer than what is decoded after them.
-        capacity = length + max(self._growth_tokens, self.length // 4)
+        capacity = max(length, self.length + max(self._growth_tokens, self.length // 4))
         for name, old in self._storage.items():
             new = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
             new[:, :, : self.length] = old[:, :, : self.length]

@@ -53,6 +53,8 @@ class CommunityRetrieval(RetrievingAllocator):
             members; 1 for none.
         replacement: how many of the best communities stand in, by their centroids, for their members that are not read
             (Multipole attention, which takes all); 0 for none.
+        levels: 1, or more to find communities down a tree of Leiden's coarser ones, so that a step reads O(D log n) of the
+            index instead of all of it.
         growth: what becomes of new tokens: "chunk", a community every `growth_tokens`; "nearest", the one with the
             nearest centroid; "delta_q", the paper's greedy rule on modularity with frozen labels.
         growth_tokens: see `growth`.
@@ -77,13 +79,14 @@ class CommunityRetrieval(RetrievingAllocator):
     truncation: str = "exact"
     shortlist: float = 1.0
     replacement: int = 0
+    levels: int = 1
     growth: str = "chunk"
     growth_tokens: int = 16
     refresh: int | None = None
 
     def __post_init__(self):
         check_counts(self, {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0})
-        check_counts(self, {"seed": 0, "growth_tokens": 1} | ({} if self.refresh is None else {"refresh": 1}))
+        check_counts(self, {"seed": 0, "growth_tokens": 1, "levels": 1} | ({} if self.refresh is None else {"refresh": 1}))
         check_fractions(self, ("direct_weight",))
         check_switches(self, ("sinks_in_graph",))
         choices = {"aggregation": AGGREGATIONS, "partition": PARTITIONS, "combine": COMBINATIONS, "select": SELECTIONS}
@@ -94,6 +97,8 @@ class CommunityRetrieval(RetrievingAllocator):
             _check_positive("resolution", self.resolution, ", or 'auto'")
         _check_positive("target_tokens", self.target_tokens)
         self._check_growth()
+        if self.levels > 1 and self.growth != "chunk":
+            raise ValueError(f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}")
 
     @classmethod
     def recommended(cls, **overrides: object) -> "CommunityRetrieval":

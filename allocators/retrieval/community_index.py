@@ -123,7 +123,9 @@ class CommunityIndex(RegionIndex):
         self.fresh_degrees = None
         if self._jobs is not None:
             self.results = self.frame.background.collect(self._jobs)
-            found, self.fresh_degrees = self._at_slots(positions)
+            found = self._at_slots([result.labels for result in self.results], -1, positions)
+            self.fresh_degrees = self._at_slots([result.degrees for result in self.results], 0, positions).float()
+            self._set_coarse(positions)
             labels = torch.where(unknown & (found >= 0), found + labels.amax(dim=-1, keepdim=True) + 1, labels)
         labels = self._on_keys(labels, view, unknown)
         due = unknown if self.growth.keeps_labels else per_unit(parts.body, units)
@@ -138,17 +140,20 @@ class CommunityIndex(RegionIndex):
         if self._refresh is None:
             self._edges.clear()
 
-    def _at_slots(self, positions: Int64[Tensor, "B U T"]) -> tuple[Tensor, Tensor]:
-        """Labels and degrees of the results for every slot; -1 and 0 for tokens that were no nodes."""
+    def _at_slots(self, arrays: list[np.ndarray], fill: int, positions: Int64[Tensor, "B U T"]) -> Tensor:
+        """What the graphs of each row say of every slot's token; `fill` where they say nothing."""
         batch, units, _ = positions.shape
-        width = max(max(len(result.labels) for result in self.results), int(positions.max()) + 1)
-        labels = torch.full((len(self.results), width), -1, dtype=torch.int64)
-        degrees = torch.zeros(len(self.results), width)
-        for row, result in enumerate(self.results):
-            labels[row, : len(result.labels)] = torch.from_numpy(result.labels)
-            degrees[row, : len(result.labels)] = torch.from_numpy(result.degrees).float()
-        at = positions.clamp(min=0)
-        return tuple(per_unit(x.view(batch, -1, width).to(at.device), units).gather(-1, at) for x in (labels, degrees))
+        width = max(max(map(len, arrays)), int(positions.max()) + 1)
+        table = np.full((len(arrays), width), fill, arrays[0].dtype)
+        for row, array in zip(table, arrays):
+            row[: len(array)] = array
+        table = torch.from_numpy(table).to(positions.device).view(batch, -1, width)
+        return per_unit(table, units).gather(-1, positions.clamp(min=0))
+
+    def _set_coarse(self, positions: Int64[Tensor, "B U T"]) -> None:
+        """Coarser regions of all slots; earlier turns keep none, as theirs were of other graphs."""
+        levels = zip(*(result.coarse for result in self.results))
+        self.coarse = [self._at_slots(list(level), -1, positions) for level in levels]
 
     def _on_keys(self, labels: Tensor, view: LayerView, fresh: Tensor) -> Tensor:
         """What partitions by keys do to the regions just found: k-means in their place, or Lloyd steps on them."""

@@ -1,8 +1,10 @@
 """From the edges of one graph to the region of each token."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
 from kvstitch.allocators.retrieval.graph import attention_graph
 from kvstitch.allocators.retrieval.partition import (
@@ -15,6 +17,7 @@ from kvstitch.allocators.retrieval.partition import (
     neighbourhoods,
     shuffled,
 )
+from kvstitch.allocators.retrieval.tree import BRANCHING
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Partitioned:
         resolution: gamma of Leiden.
         modularity: of Leiden's communities at that gamma.
         num_leiden: communities that Leiden found, before small ones were pooled.
+        coarse: `[n]` each, communities of communities, nearest first; -1 for tokens that are no nodes.
     """
 
     labels: np.ndarray
@@ -34,6 +38,7 @@ class Partitioned:
     resolution: float
     modularity: float
     num_leiden: int
+    coarse: tuple[np.ndarray, ...] = ()
 
     @property
     def num_regions(self) -> int:
@@ -52,6 +57,7 @@ class Partitioning:
     run_tokens: int
     iterations: int
     seed: int
+    levels: int
 
     def __call__(self, query: np.ndarray, key: np.ndarray, weight: np.ndarray, nodes: np.ndarray) -> Partitioned:
         """Regions of the marked tokens.
@@ -72,7 +78,25 @@ class Partitioning:
         labels, all_degrees = np.full(len(nodes), -1, np.int64), np.zeros(len(nodes))
         labels[nodes] = self._replaced(graph, communities, count)
         all_degrees[nodes] = degrees
-        return Partitioned(labels, all_degrees, found.resolution, found.modularity, int(found.labels.max(initial=-1)) + 1)
+        num_leiden = int(found.labels.max(initial=-1)) + 1
+        coarse = tuple(self._coarser(graph, labels[nodes], nodes))
+        return Partitioned(labels, all_degrees, found.resolution, found.modularity, num_leiden, coarse)
+
+    def _coarser(self, graph: csr_matrix, labels: np.ndarray, nodes: np.ndarray) -> Iterator[np.ndarray]:
+        """Leiden's levels above the regions: each cuts the graph of the regions below, about `BRANCHING` to a parent."""
+        for _ in range(self.levels - 1):
+            num = int(labels.max(initial=-1)) + 1
+            member = csr_matrix((np.ones(len(labels)), (np.arange(len(labels)), labels)), shape=(len(labels), num))
+            between = (member.T @ graph @ member).tocsr()
+            between.setdiag(0)
+            between.eliminate_zeros()
+            between.sort_indices()
+            found = leiden_of_size(between, BRANCHING, self.seed, self.iterations)
+            degrees = np.asarray(between.sum(axis=1)).ravel()
+            labels = capped(found.labels, degrees, max(1, num // (BRANCHING // 2)), BRANCHING)[labels]
+            out = np.full(len(nodes), -1, np.int64)
+            out[nodes] = labels
+            yield out
 
     def _leiden(self, graph) -> Communities:
         if self.resolution == "auto":

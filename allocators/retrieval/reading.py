@@ -123,18 +123,23 @@ class ReadBuffer:
         slot = torch.arange(step.length, device=step.keys.device)
         return (slot >= self._first + self._num_sinks) & (slot < self.boundary)
 
-    def fill(self, retrieved: Int64[Tensor, "B U R1"], step: DecodeStep) -> tuple[Int64[Tensor, "B U M"], bool]:
+    def fill(
+        self, retrieved: Int64[Tensor, "B U R1"], step: DecodeStep, listed: Int64[Tensor, "B U 1"] | None = None
+    ) -> tuple[Int64[Tensor, "B U M"], bool]:
         """The slots of the step, -1 where there is none, and whether none is -1.
 
         Args:
             retrieved: the first `width` columns are slots, as many as the row may and can retrieve.
+            listed: how many are, if that may be fewer.
         """
         self._check = self._check or step.has_padding
         body = self._body.copy_(retrieved[..., : self.width])
         if not self._filled:
             body.masked_fill_(self._place >= torch.minimum(self._limits, self._totals), -1)
+        if listed is not None:
+            body.masked_fill_(self._place >= listed, -1)
         overlapping = self.boundary < self._most_first + self._num_sinks
-        if self._filled and not overlapping and not self._check:
+        if self._filled and listed is None and not overlapping and not self._check:
             return self._slots, True
         slots = self._slots
         if overlapping:

@@ -15,8 +15,9 @@ from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
 from kvstitch.allocators.retrieval.ranges import expand_ranges, unit_steps
 from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
-from kvstitch.allocators.retrieval.scoring import rate_regions
+from kvstitch.allocators.retrieval.scoring import Ratings, combined, query_rows, rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
+from kvstitch.allocators.retrieval.tree import RegionTree, build_levels, score_columns, sorted_by_parent
 from kvstitch.kernels.common.rows import gather_rows
 from kvstitch.views import LayerView
 
@@ -76,11 +77,14 @@ class RegionIndex(LayerIndex):
         self.tail_start = 0
         self.store: RegionStore | None = None
         self.labels: Tensor | None = None
+        # Coarser regions of each slot, nearest first, if `partition` finds a tree.
+        self.coarse: list[Tensor] = []
+        self._tree: RegionTree | None = None
         self._order: Tensor | None = None
         self._members: TailMembers | None = None
         self._buffer: ReadBuffer | None = None
         self._unit_steps: Tensor | None = None
-        self._widest = 0
+        self._widest = self._num_built = 0
 
     @abstractmethod
     def partition(self, view: LayerView, parts: Parts) -> Int64[Tensor, "B U T"]:
@@ -100,13 +104,17 @@ class RegionIndex(LayerIndex):
         body, sinks, positions = (per_unit(x, units) for x in (parts.body, parts.sinks, view.positions))
         may_have = per_unit(view.valid, units) & ~sinks if self.growth.keeps_labels else body
         ranks = None if scores is None else per_unit(scores, units)
-        layout = lay_out(torch.where(may_have, labels, -1), positions, sinks, body, parts.boundary, ranks)
+        labels, parents = sorted_by_parent(torch.where(may_have, labels, -1), self.coarse)
+        layout = lay_out(labels, positions, sinks, body, parts.boundary, ranks)
         self.store = self._represent(view, layout, body)
+        self._tree = self._plant(plan, parents)
+        # Aligned with the slots before they are put in order; nobody needs it again.
+        self.coarse = []
         permuted = self.permutes and units == heads
         self._order = None if permuted else layout.order.int()
         self.labels = (layout.labels.gather(-1, layout.order) if permuted else layout.labels).int()
         self.tail_start = parts.boundary
-        self._widest = int(layout.sizes.max())
+        self._widest, self._num_built = int(layout.sizes.max()), self.store.num
         self._members = TailMembers(self.store) if self.growth.joins_built else None
         selections = heads * self.frame.group if self.options.select == "query_head" else units
         self._buffer = ReadBuffer(plan, parts, selections)
@@ -130,7 +138,12 @@ class RegionIndex(LayerIndex):
         num = layout.starts.shape[-1]
         rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
         values = centroids(view.values, labels, num) if self.options.replacement else None
-        return RegionStore(layout, rows, values, has_listed=self.growth.joins_built)
+        return RegionStore(layout, rows, values, has_listed=self.growth.joins_built, by_row=bool(self.coarse))
+
+    def _plant(self, plan: ReadPlan, parents: list[Tensor]) -> RegionTree | None:
+        if not parents:
+            return None
+        return RegionTree(build_levels(self.store, parents), self.store, int(max(plan.retrieved) * self.options.shortlist))
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -138,18 +151,14 @@ class RegionIndex(LayerIndex):
         for slot in self._buffer.advance(step.length):
             self.growth.leave(self, slot, step, self._buffer.joins(slot))
         options, width = self.options, self._buffer.width
-        rated = rate_regions(
-            self.store,
-            step.query.float(),
-            options.combine,
-            options.select,
-            self.frame.scaling,
-            options.bounds,
-            want_scores=options.replacement > 0,
-        )
+        rated, columns = self._rate(step)
         listed = max(width, int(width * options.shortlist))
-        best = rated.ratings.topk(min(self.store.num, max(listed, options.replacement)), dim=-1).indices
-        counts = self._of(self.store.counts, best)
+        wanted = min(rated.ratings.shape[-1], max(listed, options.replacement))
+        top = rated.ratings.topk(wanted, dim=-1).indices
+        best = top if columns is None else columns.gather(-1, top)
+        counts = self._of(self.store.counts, best.clamp(min=0) if columns is not None else best)
+        if columns is not None:
+            counts, best = counts.masked_fill_(best < 0, 0), best.clamp_(min=0)
         ends = counts.cumsum(-1)
         slots = self._read(step, best, counts, ends, listed)
         key_rows: int | Tensor = 0
@@ -157,16 +166,38 @@ class RegionIndex(LayerIndex):
             slots, key_rows = self._pick(step, slots, ends, listed)
         elif options.truncation == "exact":
             key_rows = self._cut_exactly(step, slots, best, counts, ends)
-        chosen, complete = self._buffer.fill(slots, step)
+        chosen, complete = self._buffer.fill(slots, step, None if columns is None else ends[..., -1:])
         if not options.replacement:
             return Reads(chosen, complete, None, self._index_rows, key_rows)
-        left = self._left_of_shortlist(chosen, best) if listed > width else self._left(counts, ends)
-        rest = self._rest(best[..., : options.replacement], left[..., : options.replacement], rated.scores)
+        left = self._left_of_shortlist(chosen, best) if listed > width else _left(counts, ends, self._limit)
+        few = slice(0, options.replacement)
+        rest = self._rest(best[..., few], top[..., few], left[..., few], rated.scores)
         return Reads(chosen, complete, rest, self._index_rows + rest.values.shape[2], key_rows)
+
+    def _rate(self, step: DecodeStep) -> tuple[Ratings, Int64[Tensor, "B S X"] | None]:
+        """Ratings of all regions, or of those that a tree proposes, and their columns."""
+        options, query = self.options, step.query.float()
+        if self._tree is None:
+            return rate_regions(
+                self.store,
+                query,
+                options.combine,
+                options.select,
+                self.frame.scaling,
+                options.bounds,
+                want_scores=options.replacement > 0,
+            ), None
+        units = query.shape[1] if options.select == "query_head" else self.store.starts.shape[1]
+        rows = query_rows(query, units, options.bounds)
+        columns = self._tree.candidates(self.store, rows, options.combine, self.frame.scaling)
+        used = self.store.vector_rows[:, :, : self.store.num]
+        scores = score_columns(used, self.store.bias, columns, rows)
+        return Ratings(combined(scores, options.combine, self.frame.scaling), scores), columns
 
     @property
     def _index_rows(self) -> int:
-        return self.store.num * (2 if self.options.bounds else 1)
+        rows = self.store.num if self._tree is None else self._tree.num_rows
+        return rows * (2 if self.options.bounds else 1)
 
     def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
         self.growth.update(self, step, weights, slots)
@@ -174,6 +205,10 @@ class RegionIndex(LayerIndex):
     def _read(self, step: DecodeStep, best: Tensor, counts: Tensor, ends: Tensor, width: int) -> Tensor:
         """Slots of the given regions one after another, `[B, S, width + 1]`, the last column without meaning."""
         starts = self._of(self.store.starts, best)
+        if self.store.num > self._num_built and not self.growth.joins_built:
+            # Ranges of new tokens stand in the order of time: what is left out of the last is its beginning.
+            limit = self._limit if width == self._buffer.width else width
+            starts = starts + _left(counts, ends, limit) * (best >= self._num_built)
         if self._members is not None:
             # The listed members come first in a region's columns; they are written over what the range gives there.
             starts = starts - (counts - self._of(self.store.sizes, best))
@@ -213,20 +248,16 @@ class RegionIndex(LayerIndex):
     def _limit(self) -> Tensor | int:
         return self._buffer.width if self._buffer.limits is None else self._buffer.limits
 
-    def _left(self, counts: Tensor, ends: Tensor) -> Tensor:
-        """Members of each region that are not read, if regions are read one after another."""
-        return (ends - self._limit).clamp_(min=0).minimum(counts)
-
     def _left_of_shortlist(self, chosen: Tensor, best: Tensor) -> Tensor:
         retrieved = chosen[..., -self._buffer.width :]
         labels = self._expanded(self.labels, chosen).gather(-1, retrieved.clamp(min=0)).long().clamp_(min=0)
         counts = self._expanded(self.store.counts, chosen).clone()
         return counts.scatter_add_(-1, labels, -(retrieved >= 0).long()).gather(-1, best)
 
-    def _rest(self, best: Tensor, left: Tensor, scores: Tensor) -> Rest:
+    def _rest(self, best: Tensor, top: Tensor, left: Tensor, scores: Tensor) -> Rest:
         by_selection = scores.view(*best.shape[:2], -1, scores.shape[-1])
         return Rest(
-            scores=by_selection.gather(-1, best[:, :, None].expand(-1, -1, by_selection.shape[2], -1)),
+            scores=by_selection.gather(-1, top[:, :, None].expand(-1, -1, by_selection.shape[2], -1)),
             values=gather_rows((self.store.values,), best)[0],
             log_counts=left.float().log_(),
         )
@@ -265,7 +296,7 @@ class RegionIndex(LayerIndex):
         self.labels = function(self.labels)
         self._order = None if self._order is None else function(self._order)
         self.growth.map_rows(function)
-        for part in (self.store, self._members, self._buffer):
+        for part in (self.store, self._members, self._buffer, self._tree):
             if part is not None:
                 part.map_rows(function)
 
@@ -274,7 +305,9 @@ class RegionIndex(LayerIndex):
         if self.store is None:
             return 0
         order = 0 if self._order is None else self._order.untyped_storage().nbytes()
-        return self.store.stored_bytes + self.growth.stored_bytes + self.labels.untyped_storage().nbytes() + order
+        tree = 0 if self._tree is None else self._tree.stored_bytes
+        labels = self.labels.untyped_storage().nbytes()
+        return self.store.stored_bytes + self.growth.stored_bytes + labels + order + tree
 
     def describe(self) -> dict[str, Tensor]:
         return {} if self.store is None else {"sizes": self.store.counts.clone()}
@@ -286,6 +319,11 @@ class RegionIndex(LayerIndex):
     def _expanded(x: Tensor, like: Tensor) -> Tensor:
         """`[B, U, ...]` for each selection."""
         return per_unit(x, like.shape[1])
+
+
+def _left(counts: Tensor, ends: Tensor, limit: "Tensor | int") -> Tensor:
+    """Members of each region that are not read, if regions are read one after another up to `limit`."""
+    return (ends - limit).clamp_(min=0).minimum(counts)
 
 
 def per_unit(x: Tensor, units: int) -> Tensor:

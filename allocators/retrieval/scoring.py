@@ -46,21 +46,30 @@ def rate_regions(
             that any key between them can have (Quest, arXiv 2406.10774).
         want_scores: whether the scores of single heads are needed, too.
     """
-    batch, query_heads, _, dim = query.shape
-    units = store.starts.shape[1]
-    rows = query.view(batch, units, query_heads // units, dim)
+    rows = query_rows(query, store.starts.shape[1], bounds)
     if combine == "mean" and select == "kv_head" and not bounds and not want_scores:
         # The mean of the scores is the score of the mean.
         return Ratings(store.score(rows.mean(dim=2, keepdim=True))[:, :, 0], None)
-    if bounds:
-        rows = torch.cat((rows.clamp(min=0), rows.clamp(max=0)), dim=-1)
     scores = store.score(rows)
-    if select == "query_head" or rows.shape[2] == 1:
-        ratings = scores.flatten(1, 2)
-    elif combine == "mean":
-        ratings = scores.mean(dim=2)
-    elif combine == "max":
-        ratings = scores.amax(dim=2)
-    else:
-        ratings = (scores * scaling).softmax(dim=-1).sum(dim=2).add_(store.bias)
-    return Ratings(ratings, scores if want_scores else None)
+    if select == "query_head":
+        return Ratings(scores.flatten(1, 2), scores if want_scores else None)
+    return Ratings(combined(scores, combine, scaling), scores if want_scores else None)
+
+
+def query_rows(query: Float32[Tensor, "B Q 1 D"], units: int, bounds: bool) -> Float32[Tensor, "B U N E"]:
+    """What representatives are multiplied with: the queries of each unit, for bounds split by sign."""
+    batch, query_heads, _, dim = query.shape
+    rows = query.view(batch, units, query_heads // units, dim)
+    return torch.cat((rows.clamp(min=0), rows.clamp(max=0)), dim=-1) if bounds else rows
+
+
+def combined(scores: Float32[Tensor, "B S N C"], combine: str, scaling: float) -> Float32[Tensor, "B S C"]:
+    """One rating for the heads that select together; -inf where all scores are."""
+    if scores.shape[2] == 1:
+        return scores[:, :, 0]
+    if combine == "mean":
+        return scores.mean(dim=2)
+    if combine == "max":
+        return scores.amax(dim=2)
+    shares = (scores * scaling).softmax(dim=-1).sum(dim=2)
+    return shares.masked_fill_(scores[:, :, 0] == -torch.inf, -torch.inf)

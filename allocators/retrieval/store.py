@@ -16,7 +16,8 @@ class RegionStore:
     """Ranges and representatives of the regions of one layer, one column a region.
 
     On a CPU representatives are stored dimension by dimension: scoring them is then one product of a row with a matrix
-    that is read front to back, four times as fast as with rows of D. A GPU does not care, and its kernels want rows.
+    that is read front to back, four times as fast as with rows of D. A GPU does not care, and its kernels want rows; so
+    does whoever scores only some (`by_row`).
 
     Attributes: views of the columns in use, C = `num`.
         starts, sizes: `[B, U, C]` int64, the range in which the members lie.
@@ -40,13 +41,14 @@ class RegionStore:
         rows: Float32[Tensor, "B U C E"],
         values: Float32[Tensor, "B U C D"] | None = None,
         has_listed: bool = False,
+        by_row: bool = False,
     ):
         self.num = layout.starts.shape[-1]
         bias = torch.zeros(layout.sizes.shape, device=layout.sizes.device).masked_fill_(layout.sizes == 0, -torch.inf)
         self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "bias": bias}
         if has_listed:
             self._tensors["counts"] = layout.sizes.clone()
-        self._by_dimension = rows.device.type == "cpu"
+        self._by_dimension = rows.device.type == "cpu" and not by_row
         self._tensors["vectors"] = rows.transpose(2, 3).contiguous() if self._by_dimension else rows.contiguous()
         if values is not None:
             self._tensors["values"] = values

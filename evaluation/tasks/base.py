@@ -36,8 +36,8 @@ class Question:
 class Sample:
     """One document of a task.
 
-    Replay: `prompt_ids` are prefilled, `trace_ids` fed teacher-forced through the press, then each question's cue, and its answer
-    is decoded greedily. Generate: `input_ids(question)` is the input of `generate`.
+    Replay: `prompt_ids` are prefilled, `trace_ids` fed teacher-forced through the press, then each question's cue, and
+    its answer is decoded greedily. Generate: `input_ids(question)` is the input of `generate`.
 
     Args:
         id: unique in its task, the same in every run with the same settings; safe as a file name.

@@ -29,7 +29,9 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         ValueError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ValueError("task.chat=true needs a tokenizer with a chat template, and this one has none; use task.chat=false")
+        raise ValueError(
+            "task.chat=true needs a tokenizer with a chat template, and this one has none; use task.chat=false"
+        )
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -59,7 +61,13 @@ def build_sample(
         for ask in asks
     )
     return split_sample(
-        task, max_positions, id=id, prompt_ids=prompt_ids, trace_ids=encode(tokenizer, trace), questions=questions, meta=meta
+        task,
+        max_positions,
+        id=id,
+        prompt_ids=prompt_ids,
+        trace_ids=encode(tokenizer, trace),
+        questions=questions,
+        meta=meta,
     )
 
 

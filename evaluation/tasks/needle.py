@@ -22,8 +22,8 @@ _GOLDEN = 0.618033988749895
 class Needle(Task):
     """Numbers called by `num_keys` names at depths spread over the text, each of them asked for.
 
-    With one key there is nothing to mix up (single); with several, the others distract from the one that is asked for (multi
-    key). The depths differ from sample to sample, and together cover the text evenly.
+    With one key there is nothing to mix up (single); with several, the others distract from the one that is asked for
+    (multi key). The depths differ from sample to sample, and together cover the text evenly.
 
     Args:
         length: tokens of the text, reached to within a sentence.
@@ -69,7 +69,9 @@ class Needle(Task):
         names = rng.sample(NAMES, self.num_keys)
         codes = rng.sample(range(10 ** (self.digits - 1), 10**self.digits), self.num_keys)
         needles = [_NEEDLE.format(name=name, value=code) for name, code in zip(names, codes)]
-        free = self.length - len(encode(tokenizer, _PROMPT)) - sum(len(encode(tokenizer, " " + text)) for text in needles)
+        free = (
+            self.length - len(encode(tokenizer, _PROMPT)) - sum(len(encode(tokenizer, " " + text)) for text in needles)
+        )
         if free < 0:
             raise ValueError(f"task.length={self.length} is {-free} tokens too short for task.num_keys={self.num_keys}")
         text = prose(rng, tokenizer, free)

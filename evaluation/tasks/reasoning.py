@@ -38,8 +38,8 @@ class Reasoning(Task):
     """Definitions of variables, some given, some derived from one of the three before, with unrelated prose in between.
 
     Every variable is defined once, no two have the same value, and all are equally likely to be asked for, whether they
-    were last mentioned early or late. The value is asked for in the words of its definition: this measures whether the cache still
-    holds what the trace said, which a small model can show, rather than whether it can derive.
+    were last mentioned early or late. The value is asked for in the words of its definition: this measures whether the
+    cache still holds what the trace said, which a small model can show, rather than whether it can derive.
 
     Args:
         length: tokens of prompt and trace, reached to within a sentence.
@@ -88,7 +88,9 @@ class Reasoning(Task):
         # A paragraph ends in a newline of its own.
         free -= self.num_steps
         if free < 0:
-            raise ValueError(f"task.length={self.length} is {-free} tokens too short for task.num_steps={self.num_steps}")
+            raise ValueError(
+                f"task.length={self.length} is {-free} tokens too short for task.num_steps={self.num_steps}"
+            )
         filler = prose(rng, tokenizer, free)
         trace, position, last_mention = "", len(encode(tokenizer, _PROMPT)), {}
         for number, step in enumerate(steps):

@@ -102,7 +102,9 @@ class Records(Task):
     def _sample(self, tokenizer, max_positions, where: str, name: str, record: Mapping[str, Any] | BadRecord) -> Sample:
         if isinstance(record, BadRecord):
             raise record
-        prompt = _text(record, self.prompt_field, where) if self.template is None else _fill(self.template, record, where)
+        prompt = (
+            _text(record, self.prompt_field, where) if self.template is None else _fill(self.template, record, where)
+        )
         trace = "" if self.trace_field is None else _text(record, self.trace_field, where)
         asks = []
         if self.answer_field is not None:
@@ -126,7 +128,9 @@ class Records(Task):
             if self.answer_pattern is not None:
                 found = re.search(self.answer_pattern, text)
                 if found is None:
-                    raise BadRecord(f"{where}: {self.answer_field!r} does not match {self.answer_pattern!r}: {_short(text)}")
+                    raise BadRecord(
+                        f"{where}: {self.answer_field!r} does not match {self.answer_pattern!r}: {_short(text)}"
+                    )
                 text = found.group(1).strip()
             gold.append(text)
         return tuple(gold)

@@ -3,6 +3,7 @@
 from decimal import Decimal
 
 import pytest
+
 from kvstitch.evaluation.grading import GRADERS, grade, numbers
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvstitch.evaluation import models, smollm2
 from kvstitch.evaluation.models import LoadedModel, load_hub, load_smollm2, max_positions, stop_token_ids
 
@@ -33,12 +34,25 @@ def tiny_folder(tiny: LoadedModel, folder: Path) -> Path:
 def test_embedded_configuration_is_the_published_one(embedded):
     """Facts of HuggingFaceTB/SmolLM2-135M-Instruct: config.json, generation_config.json, tokenizer_config.json."""
     config = embedded.model.config
-    assert (config.model_type, config.vocab_size, config.hidden_size, config.num_hidden_layers) == ("llama", 49152, 576, 30)
+    assert (config.model_type, config.vocab_size, config.hidden_size, config.num_hidden_layers) == (
+        "llama",
+        49152,
+        576,
+        30,
+    )
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
-    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e-5, 100_000, True)
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (
+        1e-5,
+        100_000,
+        True,
+    )
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
     tokenizer = embedded.tokenizer
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert (tokenizer.unk_token, tokenizer.model_max_length, len(tokenizer)) == ("<|endoftext|>", 8192, 49152)
     assert tokenizer.padding_side == "left"
     assert stop_token_ids(embedded) == [2]
@@ -52,7 +66,29 @@ def test_embedded_tokenizer_gives_the_published_ids(embedded):
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello world"}], add_generation_prompt=True, tokenize=False
     )
-    system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]
+    system = [
+        1,
+        9690,
+        198,
+        2683,
+        359,
+        253,
+        5356,
+        5646,
+        11173,
+        3365,
+        3511,
+        308,
+        34519,
+        28,
+        7018,
+        411,
+        407,
+        19712,
+        8182,
+        2,
+        198,
+    ]
     expected = [*system, 1, 4093, 198, 28120, 905, 2, 198, 1, 520, 9531, 198]
     assert tokenizer(chat, add_special_tokens=False)["input_ids"] == expected
     assert tokenizer.convert_ids_to_tokens(tokenizer("x = 123")["input_ids"]) == ["x", "Ġ=", "Ġ", "1", "2", "3"]
@@ -96,7 +132,9 @@ def test_rows_are_reordered_so_that_rope_gives_the_same_dot_products():
     weight = torch.randn(heads * dim, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hidden = torch.randn(width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     angles = torch.tensor([0.3, 1.1, -0.7, 2.0], dtype=torch.float64)
-    pairs = torch.view_as_complex((weight @ hidden).view(heads, dim // 2, 2)) * torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex((weight @ hidden).view(heads, dim // 2, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     halves = (smollm2._halves_from_pairs(weight, dim) @ hidden).view(heads, 2, dim // 2)
     turned = torch.complex(halves[:, 0], halves[:, 1]) * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(turned, pairs)
@@ -229,7 +267,9 @@ def test_cache_root_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_local_folder_round_trip(tiny, tmp_path):
-    loaded = load_hub(str(tiny_folder(tiny, tmp_path / "model")), dtype="float32", device="cpu", attn_implementation="eager")
+    loaded = load_hub(
+        str(tiny_folder(tiny, tmp_path / "model")), dtype="float32", device="cpu", attn_implementation="eager"
+    )
     assert loaded.model.config._attn_implementation == "eager"
     assert not loaded.model.training
     ids = torch.tensor([[1, 5, 9, 33]])

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from hydra.utils import instantiate
-from kvstitch.evaluation.tasks import Task
 from omegaconf import OmegaConf
+
+from kvstitch.evaluation.tasks import Task
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LEAVES = sorted(f"{group}/{path.stem}" for group in ("model", "task") for path in (CONFIGS / group).glob("*.yaml"))

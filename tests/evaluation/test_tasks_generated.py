@@ -7,9 +7,10 @@ import sys
 from collections import Counter
 
 import pytest
+from transformers import AutoTokenizer
+
 from kvstitch.evaluation.smollm2 import smollm2_folder
 from kvstitch.evaluation.tasks import Needle, Reasoning
-from transformers import AutoTokenizer
 
 POSITIONS = 8192
 TASKS = [Reasoning, Needle]
@@ -81,7 +82,8 @@ def test_derivation_is_true_and_answers_stand_in_it(derivations):
         values = {}
         for _, reason, name, value in stated:
             if derived := re.fullmatch(
-                r"Now take (\d+) (more|fewer) than (\w+)\. Since (\w+) = (\d+), we get (\d+) ([+-]) (\d+) = (\d+)\. ", reason
+                r"Now take (\d+) (more|fewer) than (\w+)\. Since (\w+) = (\d+), we get (\d+) ([+-]) (\d+) = (\d+)\. ",
+                reason,
             ):
                 difference, word, source, source_again, known, left, sign, right, result = derived.groups()
                 assert source == source_again and values[source] == int(known) == int(left)
@@ -195,7 +197,11 @@ def test_length_that_cannot_be(task, tokenizer):
         (Reasoning, {"max_new_tokens": 0}, r"task\.max_new_tokens must be at least 1"),
         (Reasoning, {"grader": "last_numbr"}, "did you mean 'last_number'"),
         (Needle, {"num_keys": 0}, r"task\.num_keys must be in"),
-        (Needle, {"num_keys": 4, "num_questions": 5}, r"task\.num_questions must be null or in \[1, task\.num_keys=4\], got 5"),
+        (
+            Needle,
+            {"num_keys": 4, "num_questions": 5},
+            r"task\.num_questions must be null or in \[1, task\.num_keys=4\], got 5",
+        ),
         (Needle, {"digits": 1}, r"task\.digits must be in \[2, 12\], got 1"),
         (Needle, {"num_samples": None}, r"task\.num_samples=null"),
     ],

@@ -4,11 +4,12 @@ import json
 import logging
 
 import pytest
-from kvstitch.evaluation.tasks import BadRecord, Hub, JsonLines, Text
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+
+from kvstitch.evaluation.tasks import BadRecord, Hub, JsonLines, Text
 
 POSITIONS = 4096
 
@@ -58,7 +59,9 @@ def test_pieces_are_consecutive_and_each_begins_with_the_begin_token(tokenizer, 
 def test_text_that_is_too_short_or_unreadable(tokenizer, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("a" * 100)
-    with pytest.raises(ValueError, match=r"100 tokens make 3 pieces of task\.length=31, and task\.num_samples=4 wants 4"):
+    with pytest.raises(
+        ValueError, match=r"100 tokens make 3 pieces of task\.length=31, and task\.num_samples=4 wants 4"
+    ):
         next(Text(path=str(path), length=31).samples(tokenizer, POSITIONS))
     with pytest.raises(ValueError, match=r"make 0 pieces .* task\.num_samples=None wants 1"):
         next(Text(path=str(path), num_samples=None).samples(tokenizer, POSITIONS))
@@ -127,7 +130,10 @@ def test_chat_template_brings_its_own_begin_token(tokenizer, lines):
 
 def test_limit_blank_lines_and_names(tokenizer, lines):
     path = lines({"prompt": "a", "id": "x/1"}, b"", b"  ", {"prompt": "b", "id": "y z"}, {"prompt": "c", "id": 3})
-    ids = [s.id for s in JsonLines(path=path, answer_field=None, id_field="id", num_samples=2).samples(tokenizer, POSITIONS)]
+    ids = [
+        s.id
+        for s in JsonLines(path=path, answer_field=None, id_field="id", num_samples=2).samples(tokenizer, POSITIONS)
+    ]
     assert ids == ["x%2F1", "y z"]
     ids = [sample.id for sample in JsonLines(path=path, answer_field=None).samples(tokenizer, POSITIONS)]
     assert ids == ["data-000001", "data-000004", "data-000005"]
@@ -137,9 +143,15 @@ BAD = [
     (b'{"prompt": "p", "answer": ', r"data\.jsonl:2: not JSON: Expecting value at column 27"),
     (b'{"prompt": "caf\xe9"}', r"data\.jsonl:2: not UTF-8: .* at byte 15 of the line"),
     (["p"], r"data\.jsonl:2: must be a JSON object, got \['p'\]"),
-    ({"promt": "p", "answer": "a"}, r"data\.jsonl:2: no field 'prompt', it has 'promt', 'answer'; did you mean 'promt'\?"),
+    (
+        {"promt": "p", "answer": "a"},
+        r"data\.jsonl:2: no field 'prompt', it has 'promt', 'answer'; did you mean 'promt'\?",
+    ),
     ({"prompt": 3, "answer": "a"}, r"data\.jsonl:2: field 'prompt' must hold text, got 3"),
-    ({"prompt": "p", "answer": None}, r"data\.jsonl:2: field 'answer' must hold text, a number or a list of them, got None"),
+    (
+        {"prompt": "p", "answer": None},
+        r"data\.jsonl:2: field 'answer' must hold text, a number or a list of them, got None",
+    ),
     ({"prompt": "p", "answer": []}, r"data\.jsonl:2: field 'answer' must hold .* got \[\]"),
     ({"prompt": "p" * 5000, "answer": "a"}, r"data\.jsonl:2: sample 'data-000002' needs 5033 positions"),
 ]
