@@ -19,7 +19,7 @@ class Parts:
         boundary: first slot of the newest `num_recent`.
         sinks: `[B, H, T]` the first `num_sinks` tokens of each row, as far as they lie before the boundary.
         body: `[B, H, T]` tokens before the boundary that are no sinks: what regions are made of.
-        first: empty slots of each row before the boundary; its tokens begin there once those stand in front.
+        first: slot at which each row's tokens begin once its empty slots before the boundary stand in front.
         has_empty_recent: whether a slot at or after the boundary is empty.
         empty_in_front: whether all empty slots before the boundary stand in front of each row's tokens already.
     """
@@ -39,15 +39,18 @@ class Parts:
         begin = view.positions.masked_fill(~view.valid, torch.iinfo(torch.int64).max).amin(dim=-1, keepdim=True)
         sinks = view.valid & (view.positions < begin + plan.num_sinks)
         empty = ~view.valid & old
-        first = empty[:, 0].sum(dim=-1)
+        count = empty[:, 0].sum(dim=-1)
         leading = empty.long().cumprod(dim=-1).sum(dim=-1)
+        # A row so short that it begins in the window does so at its first token.
+        begins_before = (view.valid[:, 0] & old).any(dim=-1)
+        first = torch.where(begins_before, count, view.valid[:, 0].int().argmax(dim=-1))
         return cls(
             boundary=boundary,
             sinks=sinks & old,
             body=view.valid & ~sinks & old,
             first=tuple(first.tolist()),
             has_empty_recent=bool((~view.valid & ~old).any()),
-            empty_in_front=bool((leading == first[:, None]).all()),
+            empty_in_front=bool((leading == count[:, None]).all()),
         )
 
     @property
