@@ -67,7 +67,7 @@ class CommunityRetrieval(RetrievingAllocator):
     sinks_in_graph: bool = False  # paper
     partition: str = "leiden"  # paper
     resolution: float | str = "auto"
-    target_tokens: float = 12.0
+    target_tokens: float | int = 12.0
     min_mean_tokens: int = 4
     run_tokens: int = 16
     iterations: int = 1

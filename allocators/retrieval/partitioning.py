@@ -52,7 +52,7 @@ class Partitioning:
     direct_weight: float
     partition: str
     resolution: float | str
-    target_tokens: float
+    target_tokens: float | int
     min_mean_tokens: int
     run_tokens: int
     iterations: int

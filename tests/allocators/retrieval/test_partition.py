@@ -1,5 +1,6 @@
 """Leiden and what the ablation puts in its place: deterministic everywhere, sizes as asked, small ones pooled by rule."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -66,16 +67,9 @@ def test_a_finer_resolution_gives_smaller_communities():
 
 
 def test_same_labels_in_every_process():
-    code = (
-        "import test_partition_graphs as t; from kvstitch.allocators.retrieval.partition import leiden; "
-        "print(leiden(t.random_graph(), 3.0, seed=5).labels.tolist())"
-    )
-    code = code.replace("import test_partition_graphs as t; ", "")
-    source = "import numpy as np\nfrom scipy.sparse import csr_matrix\n"
-    import inspect
-
-    source += inspect.getsource(random_graph).replace("random_graph", "random_graph") + "\n"
-    source += code.replace("t.random_graph", "random_graph")
+    source = "import numpy as np\nfrom scipy.sparse import csr_matrix\n" + inspect.getsource(random_graph)
+    source += "from kvstitch.allocators.retrieval.partition import leiden\n"
+    source += "print(leiden(random_graph(), 3.0, seed=5).labels.tolist())\n"
     outputs = set()
     for hash_seed in ("0", "1", "4711"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}

@@ -143,7 +143,6 @@ def test_members_first_by_a_scorer(make_layer, given_regions, chunk_growth, read
             assert len(set(found[row][head]) & set(best.tolist())) >= 11
 
 
-@pytest.mark.xfail(strict=True, reason="open defect of the region index: a short row misses one slot, see LOG.md")
 def test_a_short_row_reads_all_it_has(make_layer, given_regions, chunk_growth, read_plan):
     """Sinks lie in the window or are not there yet; nothing is read twice, and nothing is missed."""
     layer = make_layer(length=40, padding=(0, 37))
