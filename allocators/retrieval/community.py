@@ -62,23 +62,23 @@ class CommunityRetrieval(RetrievingAllocator):
     """
 
     top_k: int = 8  # paper
-    direct_weight: float = 0.0  # measured: pure co-attention has the lower KL on all three texts
+    direct_weight: float | int = 0.5  # paper
     aggregation: str = "query_group"  # paper
     sinks_in_graph: bool = False  # paper
     partition: str = "leiden"  # paper
-    resolution: float | str = "auto"
-    target_tokens: float | int = 12.0
-    min_mean_tokens: int = 4
+    resolution: float | int | str = "auto"
+    target_tokens: float | int = 12
+    min_mean_tokens: int = 8  # an index of at most an eighth of the keys, as Quest's two vectors for every 16 tokens
     run_tokens: int = 16
     iterations: int = 1
-    refine_steps: int = 0
-    metric: str = "queries"
+    refine_steps: int = 10
+    metric: str = "euclidean"
     seed: int = 0
-    combine: str = "max"
+    combine: str = "softmax_sum"
     select: str = "kv_head"
-    truncation: str = "exact"
-    shortlist: float = 1.0
-    replacement: int = 0
+    truncation: str = "recent"
+    shortlist: float | int = 1
+    replacement: int = 128
     levels: int = 1
     growth: str = "chunk"
     growth_tokens: int = 16
@@ -113,7 +113,8 @@ class CommunityRetrieval(RetrievingAllocator):
             "resolution": 1.0,
             "min_mean_tokens": 1,
             "run_tokens": 1,
-            "metric": "euclidean",
+            "refine_steps": 0,
+            "replacement": 0,
             "combine": "mean",
             "truncation": "recent",
             "growth": "delta_q",

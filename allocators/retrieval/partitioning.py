@@ -51,7 +51,7 @@ class Partitioning:
 
     direct_weight: float
     partition: str
-    resolution: float | str
+    resolution: float | int | str
     target_tokens: float | int
     min_mean_tokens: int
     run_tokens: int
