@@ -53,7 +53,7 @@ class LayerFrame:
     layer_idx: int
     group: int
     num_sinks: int
-    scaling: float
+    scaling: float | int
     background: Background
     softcap: float | None = None
     sink_logits: Tensor | None = None

@@ -88,7 +88,7 @@ class ClusterRetrieval(RetrievingAllocator):
     combine: str = "softmax_sum"  # Multipole, but for the sizes in its softmax
     select: str = "kv_head"  # Multipole
     truncation: str = "recent"
-    shortlist: float = 1.0
+    shortlist: float | int = 1.0
     growth: str = "chunk"
     growth_tokens: int = 16
 

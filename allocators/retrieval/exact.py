@@ -8,7 +8,7 @@ from kvstitch.allocators.retrieval.base import DecodeStep
 from kvstitch.kernels.common.rows import gather_rows
 
 
-def logits_of(step: DecodeStep, slots: Int64[Tensor, "B U M"], scaling: float) -> Float32[Tensor, "B U N M"]:
+def logits_of(step: DecodeStep, slots: Int64[Tensor, "B U M"], scaling: float | int) -> Float32[Tensor, "B U N M"]:
     """Scaled q.k of every query head of a unit with the unit's slots; N = G for units that are kv heads, else 1."""
     batch, units, count = slots.shape
     keys = gather_rows((step.keys,), slots)[0].float().flatten(0, 1)
@@ -17,7 +17,7 @@ def logits_of(step: DecodeStep, slots: Int64[Tensor, "B U M"], scaling: float) -
 
 
 def best_of_shortlist(
-    step: DecodeStep, slots: Int64[Tensor, "B U M"], valid: Bool[Tensor, "B U M"] | None, count: int, scaling: float
+    step: DecodeStep, slots: Int64[Tensor, "B U M"], valid: Bool[Tensor, "B U M"] | None, count: int, scaling: float | int
 ) -> Int64[Tensor, "B U W"]:
     """The `count` slots of a shortlist with the largest weight, averaged over the heads of a unit; best first.
 

@@ -50,7 +50,7 @@ class EdgeStore:
         keys: Float[Tensor, "B H T D"],
         positions: Int64[Tensor, "B H T"],
         has_empty: bool,
-        scaling: float,
+        scaling: float | int,
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> None:
@@ -110,7 +110,7 @@ class GraphEdges(NamedTuple):
         return query, key, weight, seen[seen >= 0]
 
 
-def attention_graph(query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float) -> csr_matrix:
+def attention_graph(query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float | int) -> csr_matrix:
     """The symmetric graph of CommunityKV (arXiv 2610.00418, design 1), without self-loops, indices sorted.
 
     `w = direct / 2 (A + A^T) + (1 - direct) A^T A`, where row m of A holds the top-k weights of query m. A query has k

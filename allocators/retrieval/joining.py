@@ -65,7 +65,7 @@ class DeltaQGrowth(JoiningGrowth):
 
     keeps_labels = True
 
-    def __init__(self, top_k: int, direct_weight: float, resolution: float):
+    def __init__(self, top_k: int, direct_weight: float | int, resolution: float | int):
         self.update_top_k = top_k
         self._direct_weight, self._resolution = direct_weight, resolution
         self._degrees: Tensor | None = None

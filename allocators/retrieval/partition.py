@@ -26,11 +26,11 @@ class Communities:
     """
 
     labels: np.ndarray
-    resolution: float
-    modularity: float
+    resolution: float | int
+    modularity: float | int
 
 
-def leiden(graph: csr_matrix, resolution: float, seed: int, iterations: int = 1) -> Communities:
+def leiden(graph: csr_matrix, resolution: float | int, seed: int, iterations: int = 1) -> Communities:
     """Communities of large modularity (Traag et al. 2019), from graspologic's own Rust code, which releases the GIL.
 
     Args:

@@ -35,8 +35,8 @@ class Partitioned:
 
     labels: np.ndarray
     degrees: np.ndarray
-    resolution: float
-    modularity: float
+    resolution: float | int
+    modularity: float | int
     num_leiden: int
     coarse: tuple[np.ndarray, ...] = ()
 
@@ -49,7 +49,7 @@ class Partitioned:
 class Partitioning:
     """How a graph is made of edges and cut; fields as in `CommunityRetrieval`."""
 
-    direct_weight: float
+    direct_weight: float | int
     partition: str
     resolution: float | int | str
     target_tokens: float | int

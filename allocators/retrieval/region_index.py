@@ -43,7 +43,7 @@ class RegionOptions:
     combine: str = "mean"
     select: str = "kv_head"
     truncation: str = "recent"
-    shortlist: float = 1.0
+    shortlist: float | int = 1.0
     replacement: int = 0
     bounds: bool = False
 

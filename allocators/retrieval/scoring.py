@@ -29,7 +29,7 @@ def rate_regions(
     query: Float32[Tensor, "B Q 1 D"],
     combine: str,
     select: str,
-    scaling: float,
+    scaling: float | int,
     bounds: bool = False,
     want_scores: bool = False,
 ) -> Ratings:
@@ -63,7 +63,7 @@ def query_rows(query: Float32[Tensor, "B Q 1 D"], units: int, bounds: bool) -> F
     return torch.cat((rows.clamp(min=0), rows.clamp(max=0)), dim=-1) if bounds else rows
 
 
-def combined(scores: Float32[Tensor, "B S N C"], combine: str, scaling: float) -> Float32[Tensor, "B S C"]:
+def combined(scores: Float32[Tensor, "B S N C"], combine: str, scaling: float | int) -> Float32[Tensor, "B S C"]:
     """One rating for the heads that select together; -inf where all scores are."""
     if scores.shape[2] == 1:
         return scores[:, :, 0]

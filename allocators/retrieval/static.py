@@ -21,7 +21,7 @@ _STRONGEST = 1 - 1e-6
 class StaticIndex(PlainIndex):
     """A choice of slots that is made once."""
 
-    def __init__(self, frame: LayerFrame, edges: EdgeStore, direct_weight: float, rounds: int):
+    def __init__(self, frame: LayerFrame, edges: EdgeStore, direct_weight: float | int, rounds: int):
         super().__init__(frame, 1)
         self._edges, self._direct_weight, self._rounds = edges, direct_weight, rounds
         self._chosen: Tensor | None = None

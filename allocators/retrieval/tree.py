@@ -58,7 +58,7 @@ class RegionTree:
         self._widths = list(reversed(needed))
         self._steps: dict[int, Tensor] = {}
 
-    def candidates(self, store: RegionStore, rows: Float32[Tensor, "B S N E"], combine: str, scaling: float) -> Int64[Tensor, "B S X"]:
+    def candidates(self, store: RegionStore, rows: Float32[Tensor, "B S N E"], combine: str, scaling: float | int) -> Int64[Tensor, "B S X"]:
         """Columns of the regions below the best nodes, -1 where there are fewer; those of the best first."""
         top = self._levels[0]
         ids = torch.arange(top.count.shape[-1], device=rows.device).expand(*rows.shape[:2], -1)
