@@ -50,9 +50,9 @@ class Reasoning(Task):
     """
 
     length: int = 2560
-    num_steps: int = 8
+    num_steps: int = 10
     given_fraction: float = 0.5
-    num_questions: int = 4
+    num_questions: int = 5
     num_samples: int = 6
     prefill_tokens: int | None = 512
     chat: bool = False
