@@ -11,8 +11,8 @@ from kvstitch.allocators.base import EvictingAllocator, Selection
 from kvstitch.allocators.evidence import Evidence
 from kvstitch.allocators.limits import Limits
 from kvstitch.allocators.options import check_choices, check_counts
-from kvstitch.allocators.retrieval.partition import capped, leiden_of_size
 from kvstitch.allocators.retrieval.graph import attention_graph
+from kvstitch.allocators.retrieval.partition import capped, leiden_of_size
 from kvstitch.allocators.selector import Partition, protected, select, slots_of
 from kvstitch.kernels.segment_quota.quotas import water_fill
 from kvstitch.kernels.segment_quota.reference import protected_limits
@@ -93,9 +93,7 @@ class CommunityQuota(EvictingAllocator):
         carried = ids.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -1)
         return Selection(kept, state={"community": carried}, details={"quotas": quotas, "lengths": lengths.long()})
 
-    def communities(
-        self, view: LayerView, carried: Int64[Tensor, "B H C"] | None = None
-    ) -> Int64[Tensor, "B H T"]:
+    def communities(self, view: LayerView, carried: Int64[Tensor, "B H C"] | None = None) -> Int64[Tensor, "B H T"]:
         """The community of each slot, from 0 in each head; empty slots are in community 0.
 
         Args:
@@ -128,7 +126,9 @@ class CommunityQuota(EvictingAllocator):
     def _edges(self, view: LayerView) -> tuple[Float32[Tensor, "B H W k"], Int64[Tensor, "B H W k"]]:
         """The `top_k` largest weights of each recent query, mean over its group, and their slots; weight 0: no edge."""
         if view.queries is None:
-            raise ValueError(f"the view holds no queries; this allocator needs the last {self.window_tokens} (see `needs`)")
+            raise ValueError(
+                f"the view holds no queries; this allocator needs the last {self.window_tokens} (see `needs`)"
+            )
         window = view.queries.last(self.window_tokens)
         sinks = view.valid & (view.valid.cumsum(dim=-1) <= self.num_sinks)
         top_k = min(self.top_k, view.positions.shape[-1])

@@ -58,7 +58,9 @@ class ReadMeter:
             that retrieve, for one row; `dense_read_bytes`, what reading all keys and values there takes at the end;
             `mass_recall`, and `mass_recall_worst`, its mean over the tenth of heads that have least.
         """
-        means = [{name: total / self._steps[layer] for name, total in sums.items()} for layer, sums in self._sums.items()]
+        means = [
+            {name: total / self._steps[layer] for name, total in sums.items()} for layer, sums in self._sums.items()
+        ]
         metrics = dict.fromkeys(METRICS)
         if not means:
             return metrics

@@ -15,7 +15,6 @@ from kvstitch.presses.events import CompactionEvent, LayerEvent
 from kvstitch.presses.run import Run
 from kvstitch.scorers import Scorer
 
-
 # One reallocation an interval, but a long interval must not reserve memory that may never be used.
 _MOST_GROWTH_TOKENS = 512
 

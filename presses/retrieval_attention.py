@@ -1,12 +1,11 @@
 """Attention of one query token over the slots that were chosen for it, and over what stands in for the rest."""
 
-from functools import lru_cache
-
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from kvstitch.allocators.retrieval.base import Reads, Rest
+from kvstitch.allocators.retrieval.base import Reads
+from kvstitch.allocators.retrieval.rows import gather_known_rows
 from kvstitch.kernels.common.rows import gather_rows
 from kvstitch.kernels.sparse_decode.api import SparseDecode, sparse_decode
 
@@ -24,48 +23,31 @@ def attend(
 ) -> SparseDecode:
     """As `sparse_decode`; `top_k` weights are those outside the first `num_sinks` columns of the slots.
 
-    Raises:
-        NotImplementedError: centroids that stand in for the rest, with weights asked for.
+    Where centroids stand in for the rest, they take their share of the weights.
     """
     if reads.rest is None:
         plain = top_k == 0 and softcap is None and sink_logits is None
         if plain and reads.complete and query.device.type == "cpu":
             return SparseDecode(_unmasked(query, keys, values, reads.slots, scaling), None, None)
         return sparse_decode(query, keys, values, reads.slots, scaling, softcap, sink_logits, top_k, num_sinks)
-    if top_k:
-        raise NotImplementedError("replacement by centroids gives no weights; choose a growth that needs none")
-    output = _with_rest(query, keys, values, reads.slots, reads.complete, reads.rest, scaling, softcap, sink_logits)
-    return SparseDecode(output, None, None)
+    output, weights = _with_rest(query, keys, values, reads, scaling, softcap, sink_logits)
+    if not top_k:
+        return SparseDecode(output, None, None)
+    mean = weights.mean(dim=2)
+    mean[..., :num_sinks] = 0
+    top = mean.topk(top_k, dim=-1)
+    slots = reads.slots.gather(-1, top.indices).masked_fill(top.values == 0, -1)
+    return SparseDecode(output, top.values, slots.int())
 
 
 def _unmasked(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float) -> Tensor:
     """`sparse_decode` where every slot is one, which is known without a look: a third less time on a CPU."""
     batch, query_heads, _, dim = query.shape
     rows = query.view(batch, slots.shape[1], -1, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(rows, *_gathered(keys, values, slots), scale=scaling)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        rows, *gather_known_rows((keys, values), slots), scale=scaling
+    )
     return out.view(batch, query_heads, 1, values.shape[-1])
-
-
-def _gathered(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """`gather_rows` of slots none of which is -1."""
-    batch, selections, count = slots.shape
-    rows = None
-    gathered = []
-    for tensor in (keys, values):
-        heads, length, dim = tensor.shape[1:]
-        strides = (tensor.stride(0) // dim, tensor.stride(1) // dim)
-        if rows is None or strides != rows[0]:
-            rows = strides, (slots + _first_rows(batch, heads, selections, *strides, slots.device)).view(-1)
-        flat = tensor.as_strided(((batch - 1) * strides[0] + (heads - 1) * strides[1] + length, dim), (dim, 1))
-        gathered.append(flat.index_select(0, rows[1]).view(batch, selections, count, dim))
-    return tuple(gathered)
-
-
-@lru_cache(maxsize=64)
-def _first_rows(batch: int, heads: int, selections: int, row_stride: int, head_stride: int, device: torch.device) -> Tensor:
-    """`[B, S, 1]` row of slot 0 in the flat storage; the same at every step until the storage grows."""
-    of_head = torch.arange(selections, device=device) // (selections // heads) * head_stride
-    return (torch.arange(batch, device=device)[:, None] * row_stride + of_head)[..., None]
 
 
 def attention_mass(
@@ -94,30 +76,31 @@ def _with_rest(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
-    complete: bool,
-    rest: Rest,
+    reads: Reads,
     scaling: float,
     softcap: float | None,
     sink_logits: Tensor | None,
-) -> Tensor:
-    """One softmax over the chosen slots and, for each region, over as many copies of its mean key as are left."""
+) -> tuple[Tensor, Tensor]:
+    """One softmax over the chosen slots and, for each region that stands in, over as many copies of its mean key as are
+    left of it; the output, and the weights of the slots `[B, S, N, M]`."""
     batch, query_heads, _, dim = query.shape
+    slots, rest = reads.slots, reads.rest
     selections, count = slots.shape[1:]
-    gather = _gathered if complete else lambda *chosen: gather_rows(chosen[:2], chosen[2])
-    chosen_keys, chosen_values = (x.float().flatten(0, 1) for x in gather(keys, values, slots))
+    gather = gather_known_rows if reads.complete else gather_rows
+    chosen_keys, chosen_values = (x.float().flatten(0, 1) for x in gather((keys, values), slots))
     rows = query.float().view(batch * selections, -1, dim)
     exact = torch.bmm(rows, chosen_keys.transpose(1, 2)).view(batch, selections, -1, count)
     logits = torch.cat((exact, rest.scores), dim=-1).mul_(scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if not complete:
+    if not reads.complete:
         logits[..., :count].masked_fill_((slots < 0)[:, :, None], -torch.inf)
     logits[..., count:] += rest.log_counts[:, :, None]
     if sink_logits is not None:
         sinks = sink_logits.float().view(1, selections, -1, 1).expand(batch, -1, -1, -1)
         logits = torch.cat((logits, sinks), dim=-1)
-    weights = logits.softmax(dim=-1).flatten(0, 1)
-    standing_in = weights[..., count : count + rest.values.shape[2]]
-    output = torch.bmm(standing_in, rest.values.flatten(0, 1)).baddbmm_(weights[..., :count], chosen_values)
-    return output.to(query.dtype).view(batch, query_heads, 1, -1)
+    weights = logits.softmax(dim=-1)
+    flat = weights.flatten(0, 1)
+    output = torch.bmm(flat[..., count : count + rest.values.shape[2]], rest.values.flatten(0, 1).float())
+    output.baddbmm_(flat[..., :count], chosen_values)
+    return output.to(query.dtype).view(batch, query_heads, 1, -1), weights[..., :count]

@@ -70,9 +70,7 @@ def _missing_option(error: MissingConfigException, configs: Path) -> str:
     return f"there is no {group}={option}; choose one of {', '.join(valid) or 'none'}{nearest(option, valid)}"
 
 
-def _composition(
-    error: ConfigCompositionException, configs: Path, arguments: Sequence[str], config_name: str
-) -> str:
+def _composition(error: ConfigCompositionException, configs: Path, arguments: Sequence[str], config_name: str) -> str:
     # The first names what was written, its cause the part of it that does not exist.
     message = f"{error}\n{error.__cause__}"
     if message.startswith("Ambiguous value"):

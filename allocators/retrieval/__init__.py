@@ -1,6 +1,14 @@
 """Retrieval: every key is kept, a part is read."""
 
-from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, Rest, RetrievingAllocator
+from kvstitch.allocators.retrieval.base import (
+    DecodeStep,
+    LayerFrame,
+    LayerIndex,
+    ReadPlan,
+    Reads,
+    Rest,
+    RetrievingAllocator,
+)
 from kvstitch.allocators.retrieval.clusters import ClusterRetrieval
 from kvstitch.allocators.retrieval.community import CommunityRetrieval
 from kvstitch.allocators.retrieval.pages import PageRetrieval

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor
@@ -98,7 +98,7 @@ class Rest:
     """
 
     scores: Float32[Tensor, "B S N K"]
-    values: Float32[Tensor, "B S K D"]
+    values: Float[Tensor, "B S K D"]
     log_counts: Float32[Tensor, "B S K"]
 
 
@@ -128,7 +128,7 @@ class LayerIndex(ABC):
     # How many of the largest weights of each step `update` wants to see; 0: none.
     update_top_k: int = 0
 
-    def observe(
+    def observe(  # noqa: B027
         self,
         query: Float[Tensor, "B Q N D"],
         keys: Float[Tensor, "B H T D"],
@@ -144,7 +144,7 @@ class LayerIndex(ABC):
             has_empty: whether any slot is.
         """
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Starts what `build` will wait for; called for all layers before the first `build`."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class LayerIndex(ABC):
     def select(self, step: DecodeStep) -> Reads:
         """The slots to attend to. Costs no memory that grows with the cache, and no host sync."""
 
-    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
+    def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:  # noqa: B027
         """Takes in the `update_top_k` largest weights outside the sinks of the step's attention (weight 0, slot -1: none)."""
 
     def due(self, length: int) -> bool:

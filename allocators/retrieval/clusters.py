@@ -34,7 +34,7 @@ class ClusterIndex(RegionIndex):
             self._geometry.observe(query, positions)
 
     def partition(self, view: LayerView, parts: Parts) -> Int64[Tensor, "B H T"]:
-        labels = self.known_labels(view)
+        labels = self.known_labels(view.positions.shape[-1])
         if labels is None:
             labels = torch.full_like(view.positions, -1)
         new = parts.body & (labels < 0)

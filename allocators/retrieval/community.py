@@ -85,8 +85,13 @@ class CommunityRetrieval(RetrievingAllocator):
     refresh: int | None = None
 
     def __post_init__(self):
-        check_counts(self, {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0})
-        check_counts(self, {"seed": 0, "growth_tokens": 1, "levels": 1} | ({} if self.refresh is None else {"refresh": 1}))
+        check_counts(
+            self,
+            {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0},
+        )
+        check_counts(
+            self, {"seed": 0, "growth_tokens": 1, "levels": 1} | ({} if self.refresh is None else {"refresh": 1})
+        )
         check_fractions(self, ("direct_weight",))
         check_switches(self, ("sinks_in_graph",))
         choices = {"aggregation": AGGREGATIONS, "partition": PARTITIONS, "combine": COMBINATIONS, "select": SELECTIONS}
@@ -98,7 +103,9 @@ class CommunityRetrieval(RetrievingAllocator):
         _check_positive("target_tokens", self.target_tokens)
         self._check_growth()
         if self.levels > 1 and self.growth != "chunk":
-            raise ValueError(f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}")
+            raise ValueError(
+                f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}"
+            )
 
     @classmethod
     def recommended(cls, **overrides: object) -> "CommunityRetrieval":
@@ -123,8 +130,6 @@ class CommunityRetrieval(RetrievingAllocator):
 
     def _check_growth(self) -> None:
         uses_weights = self.growth == "delta_q" or self.refresh is not None
-        if uses_weights and self.replacement:
-            raise ValueError("growth='delta_q' and refresh need attention weights, which replacement by centroids blurs")
         if uses_weights and self.select == "query_head" and self.aggregation != "per_head":
             raise ValueError(
                 "growth='delta_q' and refresh need one selection for each graph: select='query_head' goes with "
@@ -132,6 +137,8 @@ class CommunityRetrieval(RetrievingAllocator):
             )
         if self.growth != "delta_q":
             return
+        if self.replacement:
+            raise ValueError("growth='delta_q' does not follow the mean values of communities, which replacement needs")
         if self.resolution == "auto":
             raise ValueError("growth='delta_q' goes on at the resolution of the graph, so it must be given, not 'auto'")
         if self.partition == "kmeans" or self.refine_steps:

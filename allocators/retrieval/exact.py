@@ -17,7 +17,11 @@ def logits_of(step: DecodeStep, slots: Int64[Tensor, "B U M"], scaling: float | 
 
 
 def best_of_shortlist(
-    step: DecodeStep, slots: Int64[Tensor, "B U M"], valid: Bool[Tensor, "B U M"] | None, count: int, scaling: float | int
+    step: DecodeStep,
+    slots: Int64[Tensor, "B U M"],
+    valid: Bool[Tensor, "B U M"] | None,
+    count: int,
+    scaling: float | int,
 ) -> Int64[Tensor, "B U W"]:
     """The `count` slots of a shortlist with the largest weight, averaged over the heads of a unit; best first.
 

@@ -110,7 +110,9 @@ class GraphEdges(NamedTuple):
         return query, key, weight, seen[seen >= 0]
 
 
-def attention_graph(query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float | int) -> csr_matrix:
+def attention_graph(
+    query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float | int
+) -> csr_matrix:
     """The symmetric graph of CommunityKV (arXiv 2610.00418, design 1), without self-loops, indices sorted.
 
     `w = direct / 2 (A + A^T) + (1 - direct) A^T A`, where row m of A holds the top-k weights of query m. A query has k
@@ -130,7 +132,9 @@ def attention_graph(query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_
 def _at(positions: Tensor, columns: Tensor) -> Tensor:
     """Positions of key columns `[B, U, N, k]`; -1 stays."""
     units = columns.shape[1]
-    by_unit = positions if units == positions.shape[1] else positions.repeat_interleave(units // positions.shape[1], dim=1)
+    by_unit = (
+        positions if units == positions.shape[1] else positions.repeat_interleave(units // positions.shape[1], dim=1)
+    )
     flat = by_unit.gather(-1, columns.clamp(min=0).flatten(2).long()).view(columns.shape)
     return torch.where(columns < 0, -1, flat)
 
@@ -163,7 +167,11 @@ class NewEdges:
         self._count = 0
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._queries, self._keys, self._weights = function(self._queries), function(self._keys), function(self._weights)
+        self._queries, self._keys, self._weights = (
+            function(self._queries),
+            function(self._keys),
+            function(self._weights),
+        )
 
     @property
     def stored_bytes(self) -> int:

@@ -24,7 +24,7 @@ class Growth(ABC):
     keeps_labels: bool = False
     update_top_k: int = 0
 
-    def begin(self, index, layout: Layout) -> None:
+    def begin(self, index, layout: Layout) -> None:  # noqa: B027
         """Called when the index has been built, or put in order again."""
 
     @abstractmethod
@@ -35,10 +35,10 @@ class Growth(ABC):
             joins: rows in which it does so, None for all; elsewhere it is a sink.
         """
 
-    def update(self, index, step: DecodeStep, weights: Tensor, slots: Tensor) -> None:
+    def update(self, index, step: DecodeStep, weights: Tensor, slots: Tensor) -> None:  # noqa: B027
         """See `LayerIndex.update`."""
 
-    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
         """Applies a batch operation to the state."""
 
     def is_crowded(self, index, length: int) -> bool:
@@ -74,4 +74,6 @@ class ChunkGrowth(Growth):
         if self._bounds:
             store.widen_last(key, weight)
         else:
-            store.average_last(key, index.per_unit(step.values[:, :, slot]).float() if store.has_values else None, weight)
+            store.average_last(
+                key, index.per_unit(step.values[:, :, slot]).float() if store.has_values else None, weight
+            )

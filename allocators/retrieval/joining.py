@@ -98,7 +98,9 @@ class DeltaQGrowth(JoiningGrowth):
         index.store.open()
         missing = index.store.capacity - self._degrees.shape[-1]
         if missing:
-            self._degrees, self._sizes = (torch.nn.functional.pad(x, (0, missing)) for x in (self._degrees, self._sizes))
+            self._degrees, self._sizes = (
+                torch.nn.functional.pad(x, (0, missing)) for x in (self._degrees, self._sizes)
+            )
         newest = step.positions[:, 0, -1]
         slot = torch.full_like(newest, step.length - 1)
         communities = Communities(

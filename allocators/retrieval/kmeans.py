@@ -24,9 +24,7 @@ def kmeans(keys: Float[Tensor, "N D"], count: int, steps: int, seed: int) -> Int
     return _lloyd(keys, keys[drawn.sort().values.to(keys.device)], steps)
 
 
-def refined(
-    keys: Float[Tensor, "N D"], labels: Int64[Tensor, "N"], steps: int, seed: int
-) -> Int64[Tensor, "N"]:
+def refined(keys: Float[Tensor, "N D"], labels: Int64[Tensor, "N"], steps: int, seed: int) -> Int64[Tensor, "N"]:
     """Clusters of the keys by Lloyd steps that start from one member of each given cluster.
 
     Members are drawn: means of clusters that were not made of keys lie close together, and Lloyd parts them slowly.

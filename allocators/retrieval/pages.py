@@ -49,9 +49,7 @@ class PageRetrieval(RetrievingAllocator):
 
     def __post_init__(self):
         check_counts(self, {"page_size": 1})
-        check_choices(
-            self, {"representative": ("bounds", "mean"), "select": SELECTIONS, "combine": COMBINATIONS}
-        )
+        check_choices(self, {"representative": ("bounds", "mean"), "select": SELECTIONS, "combine": COMBINATIONS})
 
     def start(self, frame: LayerFrame) -> LayerIndex:
         options = RegionOptions(combine=self.combine, select=self.select, bounds=self.representative == "bounds")

@@ -59,7 +59,9 @@ def leiden(graph: csr_matrix, resolution: float | int, seed: int, iterations: in
     return Communities(numbered(labels), resolution, float(modularity))
 
 
-def leiden_of_size(graph: csr_matrix, target_tokens: float | int, seed: int, iterations: int = 1, attempts: int = 3) -> Communities:
+def leiden_of_size(
+    graph: csr_matrix, target_tokens: float | int, seed: int, iterations: int = 1, attempts: int = 3
+) -> Communities:
     """Communities of a resolution at which the median token sees about `target_tokens` in its own.
 
     Starts from what the number of tokens suggests and corrects by the usual slope, until the size is within a factor

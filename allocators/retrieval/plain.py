@@ -1,6 +1,5 @@
 """Retrieval without regions: the newest tokens, or whatever has the largest weight."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 

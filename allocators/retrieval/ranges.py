@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def expand_ranges(
-    starts: Int64[Tensor, "B U K"], sizes: Int64[Tensor, "B U K"], ends: Int64[Tensor, "B U K"], steps: Int64[Tensor, "B U W1"]
+    starts: Int64[Tensor, "B U K"],
+    sizes: Int64[Tensor, "B U K"],
+    ends: Int64[Tensor, "B U K"],
+    steps: Int64[Tensor, "B U W1"],
 ) -> Int64[Tensor, "B U W1"]:
     """The first W slots of ranges in the given order, and one column more that means nothing.
 

@@ -15,10 +15,10 @@ from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
 from kvstitch.allocators.retrieval.ranges import expand_ranges, unit_steps
 from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
+from kvstitch.allocators.retrieval.rows import gather_known_rows
 from kvstitch.allocators.retrieval.scoring import Ratings, combined, query_rows, rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
 from kvstitch.allocators.retrieval.tree import RegionTree, build_levels, score_columns, sorted_by_parent
-from kvstitch.kernels.common.rows import gather_rows
 from kvstitch.views import LayerView
 
 TRUNCATIONS = ("recent", "score", "exact")
@@ -112,7 +112,10 @@ class RegionIndex(LayerIndex):
         self.coarse = []
         permuted = self.permutes and units == heads
         self._order = None if permuted else layout.order.int()
-        self.labels = (layout.labels.gather(-1, layout.order) if permuted else layout.labels).int()
+        # Ranges tell the regions of their slots; members elsewhere need labels, and so does a pick among a shortlist.
+        self.labels = None
+        if self.growth.joins_built or (self.options.replacement and self.options.shortlist > 1):
+            self.labels = (layout.labels.gather(-1, layout.order) if permuted else layout.labels).int()
         self.tail_start = parts.boundary
         self._widest, self._num_built = int(layout.sizes.max()), self.store.num
         self._members = TailMembers(self.store) if self.growth.joins_built else None
@@ -121,29 +124,44 @@ class RegionIndex(LayerIndex):
         self.growth.begin(self, layout)
         return layout.order if permuted else None
 
-    def known_labels(self, view: LayerView) -> Int64[Tensor, "B U T"] | None:
+    def known_labels(self, length: int) -> Int64[Tensor, "B U T"] | None:
         """The present region of each slot, -1 for those that have none yet; None before the first build."""
-        if self.labels is None:
+        if self.store is None:
             return None
-        length = view.positions.shape[-1]
+        if self.labels is None:
+            return self._labels_of_ranges(length)
         self.reserve(length)
         labels = self.labels[..., :length].long()
         if not self.growth.keeps_labels:
             labels[..., self._buffer.boundary :] = -1
         return labels
 
+    def _labels_of_ranges(self, length: int) -> Int64[Tensor, "B U T"]:
+        """By place, where ranges stand one after another in the order of columns; then by slot."""
+        starts, sizes = self.store.starts, self.store.sizes
+        place = torch.arange(length, device=starts.device).expand(*starts.shape[:2], length).contiguous()
+        label = torch.searchsorted((starts + sizes).contiguous(), place, right=True)
+        at = label.clamp(max=self.store.num - 1)
+        label = torch.where((label == at) & (place >= starts.gather(-1, at)), label, -1)
+        if self._order is None:
+            return label
+        self.reserve(length)
+        return torch.empty_like(label).scatter_(-1, self._order[..., :length].long(), label)
+
     def _represent(self, view: LayerView, layout: Layout, body: Bool[Tensor, "B U T"]) -> RegionStore:
         # Only rules that give a token its region when it comes count those in the window.
         labels = layout.labels if self.growth.keeps_labels else torch.where(body, layout.labels, -1)
         num = layout.starts.shape[-1]
         rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
-        values = centroids(view.values, labels, num) if self.options.replacement else None
+        values = centroids(view.values, labels, num).to(view.values.dtype) if self.options.replacement else None
         return RegionStore(layout, rows, values, has_listed=self.growth.joins_built, by_row=bool(self.coarse))
 
     def _plant(self, plan: ReadPlan, parents: list[Tensor]) -> RegionTree | None:
         if not parents:
             return None
-        return RegionTree(build_levels(self.store, parents), self.store, int(max(plan.retrieved) * self.options.shortlist))
+        return RegionTree(
+            build_levels(self.store, parents), self.store, int(max(plan.retrieved) * self.options.shortlist)
+        )
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +276,7 @@ class RegionIndex(LayerIndex):
         by_selection = scores.view(*best.shape[:2], -1, scores.shape[-1])
         return Rest(
             scores=by_selection.gather(-1, top[:, :, None].expand(-1, -1, by_selection.shape[2], -1)),
-            values=gather_rows((self.store.values,), best)[0],
+            values=gather_known_rows((self.store.values,), best)[0],
             log_counts=left.float().log_(),
         )
 
@@ -270,19 +288,17 @@ class RegionIndex(LayerIndex):
 
     def label(self, slots: slice, labels: "Tensor | int") -> None:
         """Writes down the region `[B, U, N]` of new slots."""
-        self.reserve(slots.stop)
-        self.labels[..., slots] = labels
+        if self.labels is not None:
+            self.reserve(slots.stop)
+            self.labels[..., slots] = labels
 
     def reserve(self, length: int) -> None:
-        """Makes room for the labels of `length` slots."""
-        if length <= self.labels.shape[-1]:
-            return
-        extra = length + _ROOM - self.labels.shape[-1]
-        if self._order is not None:
-            start = self._order.shape[-1]
-            new = torch.arange(start, length + _ROOM, dtype=torch.int32, device=self._order.device)
+        """Makes room for the labels and the order of `length` slots."""
+        if self.labels is not None and length > self.labels.shape[-1]:
+            self.labels = torch.nn.functional.pad(self.labels, (0, length + _ROOM - self.labels.shape[-1]), value=-1)
+        if self._order is not None and length > self._order.shape[-1]:
+            new = torch.arange(self._order.shape[-1], length + _ROOM, dtype=torch.int32, device=self._order.device)
             self._order = torch.cat((self._order, new.expand(*self._order.shape[:2], -1)), dim=-1)
-        self.labels = torch.nn.functional.pad(self.labels, (0, extra), value=-1)
 
     def list_member(self, labels: Int64[Tensor, "B U 1"], joins: Bool[Tensor, "B 1"] | None) -> None:
         """The next slot that left the window becomes a member of a built region."""
@@ -293,7 +309,7 @@ class RegionIndex(LayerIndex):
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.store is None:
             return
-        self.labels = function(self.labels)
+        self.labels = None if self.labels is None else function(self.labels)
         self._order = None if self._order is None else function(self._order)
         self.growth.map_rows(function)
         for part in (self.store, self._members, self._buffer, self._tree):
@@ -306,7 +322,7 @@ class RegionIndex(LayerIndex):
             return 0
         order = 0 if self._order is None else self._order.untyped_storage().nbytes()
         tree = 0 if self._tree is None else self._tree.stored_bytes
-        labels = self.labels.untyped_storage().nbytes()
+        labels = 0 if self.labels is None else self.labels.untyped_storage().nbytes()
         return self.store.stored_bytes + self.growth.stored_bytes + labels + order + tree
 
     def describe(self) -> dict[str, Tensor]:

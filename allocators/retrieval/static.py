@@ -74,9 +74,7 @@ class StaticIndex(PlainIndex):
         return self._edges.stored_bytes + (0 if self._chosen is None else self._chosen.untyped_storage().nbytes())
 
 
-def decayed_ranking(
-    importance: np.ndarray, graph: csr_matrix, count: int, rounds: int, ties: np.ndarray
-) -> np.ndarray:
+def decayed_ranking(importance: np.ndarray, graph: csr_matrix, count: int, rounds: int, ties: np.ndarray) -> np.ndarray:
     """The most important nodes, where each choice makes its neighbours less important (after GraphKV).
 
     A round takes its share of the best that are left; then each chosen node i lowers its neighbours j by the factor

@@ -25,7 +25,7 @@ class RegionStore:
             tensor as `sizes` if none ever is.
         bias: `[B, U, C]` 0, or -inf where there is no member.
         vectors: `[B, U, E, C]` float32 representatives, E = D for centroids, 2 D for bounds (largest, smallest).
-        values: `[B, U, C, D]` float32 mean values, or None.
+        values: `[B, U, C, D]` mean values in the dtype of the values, or None.
     """
 
     starts: Tensor
@@ -39,7 +39,7 @@ class RegionStore:
         self,
         layout: Layout,
         rows: Float32[Tensor, "B U C E"],
-        values: Float32[Tensor, "B U C D"] | None = None,
+        values: Float[Tensor, "B U C D"] | None = None,
         has_listed: bool = False,
         by_row: bool = False,
     ):
@@ -77,13 +77,17 @@ class RegionStore:
             by_row = ("values",) if self._by_dimension else ("values", "vectors")
             for name, tensor in self._tensors.items():
                 padding = (0, 0, 0, extra) if name in by_row else (0, extra)
-                self._tensors[name] = torch.nn.functional.pad(tensor, padding, value=-torch.inf if name == "bias" else 0)
+                self._tensors[name] = torch.nn.functional.pad(
+                    tensor, padding, value=-torch.inf if name == "bias" else 0
+                )
         self._refresh()
 
     def score(self, rows: Float32[Tensor, "B U N E"]) -> Float32[Tensor, "B U N C"]:
         """Product of each row with each representative; -inf for columns without members."""
         batch, units, count, _ = rows.shape
-        return torch.baddbmm(self._flat_bias, rows.flatten(0, 1), self._flat_vectors).view(batch, units, count, self.num)
+        return torch.baddbmm(self._flat_bias, rows.flatten(0, 1), self._flat_vectors).view(
+            batch, units, count, self.num
+        )
 
     def add_to_last(self, count: "int | Tensor") -> None:
         """The last column has `count` members more in its range."""
@@ -95,7 +99,8 @@ class RegionStore:
         """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
         self._last_vector.lerp_(key, weight)
         if value is not None:
-            self.values[:, :, -1].lerp_(value, weight)
+            mean = self.values[:, :, -1]
+            mean.copy_(torch.lerp(mean.float(), value, weight))
 
     def widen_last(self, key: Tensor, weight: "float | Tensor") -> None:
         """Extends the bounds of the last column; weight 1 sets them, 0 leaves them."""
@@ -117,7 +122,8 @@ class RegionStore:
         if value is not None:
             index = columns[..., None].expand(-1, -1, -1, value.shape[-1])
             mean = self.values.gather(2, index)
-            self.values.scatter_(2, index, mean + (value[:, :, None] - mean) * weight[..., None])
+            moved = torch.lerp(mean.float(), value[:, :, None], weight[..., None])
+            self.values.scatter_(2, index, moved.to(mean.dtype))
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         self._tensors = {name: function(tensor) for name, tensor in self._tensors.items()}
@@ -154,7 +160,9 @@ def centroids(keys: Float[Tensor, "B H T D"], labels: Int64[Tensor, "B U T"], nu
         index = (by_group[:, :, member] + first_row).flatten()
         flat = torch.zeros(batch * heads * (num + 1), dim, device=keys.device).index_add_(0, index, rows)
         sums[:, :, member] = flat.view(batch, heads, num + 1, dim)
-        counts[:, :, member].scatter_add_(-1, by_group[:, :, member], torch.ones_like(by_group[:, :, member], dtype=torch.float32))
+        counts[:, :, member].scatter_add_(
+            -1, by_group[:, :, member], torch.ones_like(by_group[:, :, member], dtype=torch.float32)
+        )
     means = sums[..., 1:, :] / counts[..., 1:, None].clamp(min=1)
     return means.view(batch, units, num, dim)
 

@@ -58,7 +58,9 @@ class RegionTree:
         self._widths = list(reversed(needed))
         self._steps: dict[int, Tensor] = {}
 
-    def candidates(self, store: RegionStore, rows: Float32[Tensor, "B S N E"], combine: str, scaling: float | int) -> Int64[Tensor, "B S X"]:
+    def candidates(
+        self, store: RegionStore, rows: Float32[Tensor, "B S N E"], combine: str, scaling: float | int
+    ) -> Int64[Tensor, "B S X"]:
         """Columns of the regions below the best nodes, -1 where there are fewer; those of the best first."""
         top = self._levels[0]
         ids = torch.arange(top.count.shape[-1], device=rows.device).expand(*rows.shape[:2], -1)
@@ -72,7 +74,9 @@ class RegionTree:
     def _children(self, level: Level, ids: Tensor, width: int) -> Tensor:
         batch, selections = ids.shape[:2]
         group = selections // level.first.shape[1]
-        first, count = (x.repeat_interleave(group, dim=1).gather(-1, ids.clamp(min=0)) for x in (level.first, level.count))
+        first, count = (
+            x.repeat_interleave(group, dim=1).gather(-1, ids.clamp(min=0)) for x in (level.first, level.count)
+        )
         count = count.masked_fill(ids < 0, 0)
         ends = count.cumsum(-1)
         if width not in self._steps or self._steps[width].shape[:2] != ids.shape[:2]:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kvstitch.allocators import EvictingAllocator, GlobalTopK, SegmentQuota
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
 from kvstitch.presses import EvictionPress
-from kvstitch.scorers import TOVA, ExpectedAttention, KeyDiff, RKV, Scorer, SnapKV, TriAttention
+from kvstitch.scorers import RKV, TOVA, ExpectedAttention, KeyDiff, Scorer, SnapKV, TriAttention
 
 SCORERS: dict[str, Scorer] = {
     "tova": TOVA(),

@@ -93,7 +93,11 @@ class DecodeBenchmark:
         floor = ms["rest"] + read / speed * 1e3
         row: dict[str, Any] = {"kind": "decode", "dtype": dtype, "context": context, "budget": self.budget}
         row |= {f"{name}_ms": round(value, 2) for name, value in ms.items()}
-        row |= {"floor_ms": round(floor, 2), "read_mb": round(read / 1e6, 1), "bandwidth_gb_per_sec": round(speed / 1e9, 1)}
+        row |= {
+            "floor_ms": round(floor, 2),
+            "read_mb": round(read / 1e6, 1),
+            "bandwidth_gb_per_sec": round(speed / 1e9, 1),
+        }
         row |= {f"{name}_to_retrieval": round(ms[name] / ms["retrieval"], 2) for name in ("stock", "dense")}
         row["retrieval_to_floor"] = round(ms["retrieval"] / floor, 2)
         row["index_share"] = round(contestants["retrieval"].index_share(), 4)
@@ -191,7 +195,8 @@ class PrefillBenchmark:
         press = RetrievalPress(self.allocator, self.budget)
         contestants = {"dense": Contestant(lambda _: read(None)), "pressed": Contestant(lambda _: read(press))}
         seconds = {
-            name: timing["median_sec"] for name, timing in interleaved_seconds(contestants, self.rounds, warm_up=0).items()
+            name: timing["median_sec"]
+            for name, timing in interleaved_seconds(contestants, self.rounds, warm_up=0).items()
         }
         events = [run.events[0] for run in runs]
         parts = {

@@ -8,7 +8,7 @@ IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
 def resolve_implementation(impl: str, tensor: Tensor) -> str:
-    """"triton" or "reference"; "auto" is Triton on CUDA tensors and the reference elsewhere.
+    """ "triton" or "reference"; "auto" is Triton on CUDA tensors and the reference elsewhere.
 
     An explicit choice never falls back: "triton" on a machine without Triton fails at the import that follows.
 

@@ -69,4 +69,3 @@ def segment_select(
     from kvstitch.kernels.segment_quota.triton_select import segment_select_triton
 
     return segment_select_triton(*arguments)
-

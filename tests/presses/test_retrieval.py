@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvstitch.allocators.retrieval import (
     ClusterRetrieval,
@@ -256,14 +255,14 @@ def test_what_is_held_beside_the_cache_is_counted(llama, random_tokens, press):
 
 def test_a_scorer_can_order_the_members(llama, random_tokens, key_hash):
     reads = []
-    allocator = CommunityRetrieval(top_k=3, truncation="score", resolution=0.05)
+    allocator = CommunityRetrieval(top_k=3, truncation="score", resolution=0.05, refine_steps=0)
     with RetrievalPress(allocator, 14, **SMALL, scorer=key_hash, on_read=reads.append)(llama) as run:
         generate(llama, random_tokens(1, 60), tokens=2)
         layer = run._cache.layers[0]
         positions, keys = layer.positions[0, 0], layer.keys[0, 0]
     scores = torch.sin(keys.float().sum(-1) * 7.0)
     score_of = dict(zip(positions.tolist(), scores.tolist()))
-    label_of = dict(zip(positions.tolist(), layer.index.index.labels[0, 0].tolist()))
+    label_of = dict(zip(positions.tolist(), layer.index.index.known_labels(layer.length)[0, 0].tolist()))
     read = set(reads[0].positions[0, 0].tolist())
     body = [p for p in range(2, 60 - 4) if label_of[p] >= 0]
     for label in {label_of[p] for p in body}:

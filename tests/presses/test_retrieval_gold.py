@@ -16,6 +16,8 @@ from kvstitch.presses.retrieval import RetrievalPress
 
 GREEDY = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
 SINKS, RECENT, BUDGET = 3, 4, 17
+# Nothing stands in for what is not read, so that a mask says it all.
+PLAIN = dict(top_k=3, replacement=0, refine_steps=0)
 ALLOCATORS = {
     "window": WindowRetrieval(),
     "oracle": OracleRetrieval(),
@@ -26,14 +28,16 @@ ALLOCATORS = {
     "clusters": ClusterRetrieval(tokens_per_cluster=4, growth_tokens=4),
     "clusters_nearest": ClusterRetrieval(tokens_per_cluster=6, growth="nearest", truncation="exact"),
     "clusters_shortlist": ClusterRetrieval(tokens_per_cluster=6, shortlist=2.0, select="query_head"),
-    "community": CommunityRetrieval(top_k=3, growth_tokens=4),
+    "community": CommunityRetrieval(**PLAIN, growth_tokens=4, combine="max", truncation="exact"),
+    "community_refined": CommunityRetrieval(top_k=3, replacement=0, metric="queries"),
+    "community_tree": CommunityRetrieval(**PLAIN, levels=2, growth_tokens=4),
     "community_paper": CommunityRetrieval.paper(top_k=3),
-    "community_nearest": CommunityRetrieval(top_k=3, growth="nearest", truncation="exact", combine="mean"),
-    "community_per_head": CommunityRetrieval(top_k=3, aggregation="per_head", truncation="exact"),
+    "community_nearest": CommunityRetrieval(**PLAIN, growth="nearest", truncation="exact", combine="mean"),
+    "community_per_head": CommunityRetrieval(**PLAIN, aggregation="per_head", truncation="exact"),
     "community_per_head_paper": CommunityRetrieval.paper(top_k=3, aggregation="per_head"),
-    "community_per_layer": CommunityRetrieval(top_k=3, aggregation="per_layer", select="query_head"),
-    "community_refresh": CommunityRetrieval(top_k=3, refresh=6, growth="delta_q", direct_weight=0.5, resolution=4.0),
-    "community_shortlist": CommunityRetrieval(top_k=3, shortlist=1.5, truncation="recent"),
+    "community_per_layer": CommunityRetrieval(**PLAIN, aggregation="per_layer", select="query_head"),
+    "community_refresh": CommunityRetrieval(**PLAIN, refresh=6, growth="delta_q", direct_weight=0.5, resolution=4.0),
+    "community_shortlist": CommunityRetrieval(**PLAIN, shortlist=1.5, truncation="recent"),
 }
 
 

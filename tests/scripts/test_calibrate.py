@@ -28,7 +28,9 @@ def test_calibrate_then_run(script, arguments, tiny_arguments, tmp_path):
     again = tmp_path / "again.safetensors"
     assert script("calibrate", *arguments, f"output={again}", "chunk_tokens=300").status == 0
     whole = TriAttentionStatistics.load(again)
-    assert torch.allclose(chunked.mean, whole.mean, atol=1e-5) and torch.allclose(chunked.modulus, whole.modulus, atol=1e-5)
+    assert torch.allclose(chunked.mean, whole.mean, atol=1e-5) and torch.allclose(
+        chunked.modulus, whole.modulus, atol=1e-5
+    )
     outcome = script("run", *tiny_arguments, "scorer=triattention", f"scorer.statistics={output}")
     assert outcome.status == 0, outcome.err
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstitch.allocators.retrieval.graph import EdgeStore, NewEdges, attention_graph
 from kvstitch.allocators.retrieval import DecodeStep
+from kvstitch.allocators.retrieval.graph import EdgeStore, NewEdges, attention_graph
 
 
 def dense_graph(attention, direct):
@@ -93,7 +93,9 @@ def test_edges_follow_a_permuted_storage():
     plain.observe(query[:, :, 20:], keys, positions, False, 0.3, None, None)
     permuted.observe(query[:, :, 20:], keys[:, :, order], positions[:, :, order], False, 0.3, None, None)
     for graph in range(2):
-        one, other = (dict(zip(zip(*e[:2]), e[2])) for e in (plain.of(0, graph).arrays(), permuted.of(0, graph).arrays()))
+        one, other = (
+            dict(zip(zip(*e[:2]), e[2])) for e in (plain.of(0, graph).arrays(), permuted.of(0, graph).arrays())
+        )
         assert one.keys() == other.keys() and all(abs(one[k] - other[k]) < 1e-6 for k in one)
 
 

@@ -79,7 +79,9 @@ def test_nearest_joins_the_nearest_centroid(start):
 @pytest.mark.parametrize("growth", ["nearest", "delta_q"])
 def test_members_that_joined_are_read_with_their_region(start, growth, truncation):
     """Regions are taken whole, best first; of the last the newest members that fit."""
-    layer, index, _ = start(NearestGrowth() if growth == "nearest" else DeltaQGrowth(3, 0.5, 1.0), truncation=truncation)
+    layer, index, _ = start(
+        NearestGrowth() if growth == "nearest" else DeltaQGrowth(3, 0.5, 1.0), truncation=truncation
+    )
     for _ in range(25):
         layer.append()
         step = layer.step()

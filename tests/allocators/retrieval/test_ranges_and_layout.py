@@ -52,7 +52,9 @@ def test_layout_against_loops(by_score):
             assert sorted(order) == list(range(length))
             pad = int(pads[row])
             assert order[: pad + 3] == list(range(pad + 3)) and order[boundary:] == list(range(boundary, length))
-            for region, (start, size) in enumerate(zip(layout.starts[row, unit].tolist(), layout.sizes[row, unit].tolist())):
+            for region, (start, size) in enumerate(
+                zip(layout.starts[row, unit].tolist(), layout.sizes[row, unit].tolist())
+            ):
                 members = [s for s in range(length) if layout.labels[row, unit, s] == region]
                 key = (lambda s: -float(scores[row, unit, s])) if by_score else (lambda s: -s)
                 assert order[start : start + size] == sorted(members, key=key)

@@ -73,7 +73,9 @@ def test_same_labels_in_every_process():
     outputs = set()
     for hash_seed in ("0", "1", "4711"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+        )
         outputs.add(done.stdout.strip())
     assert outputs == {str(leiden(random_graph(), 3.0, seed=5).labels.tolist())}
 

@@ -43,7 +43,9 @@ def test_regions_without_a_parent_are_put_together():
 
 @pytest.mark.parametrize("combine", ["mean", "max", "softmax_sum"])
 @pytest.mark.parametrize("levels", [1, 2])
-def test_a_tree_that_fits_reads_what_the_list_reads(make_layer, given_regions, chunk_growth, read_plan, combine, levels):
+def test_a_tree_that_fits_reads_what_the_list_reads(
+    make_layer, given_regions, chunk_growth, read_plan, combine, levels
+):
     fine, *coarse = nested(80, (18, 6, 2))
     reads = []
     for tree in ([], coarse[:levels]):
@@ -59,14 +61,20 @@ def test_a_tree_that_fits_reads_what_the_list_reads(make_layer, given_regions, c
     assert index._tree is not None and torch.equal(*reads)
 
 
-def test_a_tree_reads_a_part_of_the_index_and_the_best_parents_children(make_layer, given_regions, chunk_growth, read_plan):
+def test_a_tree_reads_a_part_of_the_index_and_the_best_parents_children(
+    make_layer, given_regions, chunk_growth, read_plan
+):
     length = 3000
     layer = make_layer(batch=1, length=length, padding=(0,), dim=16)
     group = torch.arange(length + 40) // 4
     centres = torch.randn(64, 16, generator=layer.draw)
     layer.all_keys += 3 * centres[(group // 16 % 64)][None, None]
     index = given_regions(
-        layer.frame(SINKS), RegionOptions(replacement=3), chunk_growth(), group.view(1, 1, -1), [(group // 16).view(1, 1, -1)]
+        layer.frame(SINKS),
+        RegionOptions(replacement=3),
+        chunk_growth(),
+        group.view(1, 1, -1),
+        [(group // 16).view(1, 1, -1)],
     )
     layer.permute(index.build(layer.view(), read_plan(40, SINKS, RECENT, batch=1)))
     layer.append()

@@ -1,0 +1,80 @@
+"""Time something on this machine; one table, and one line of JSON at the end.
+
+    python scripts/bench.py bench=retrieval
+    python scripts/bench.py bench=event bench.rounds=31
+
+A benchmark is a class whose `run()` returns rows: dicts of plain values, those of one `kind` with the same keys.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from run import CONFIGS, guarded
+
+
+def bench(config: DictConfig) -> None:
+    """Run the benchmark that was chosen, and show what it found."""
+    name = HydraConfig.get().runtime.choices["bench"]
+    plain = OmegaConf.to_container(config.bench, resolve=True, throw_on_missing=True)
+    rows = instantiate(plain, _convert_="all").run()
+    console = Console()
+    for kind, same in groupby(rows, key=lambda row: row.get("kind", name)):
+        console.print(_table(kind, list(same)))
+    print(json.dumps({"bench": name, "machine": _machine(), "rows": rows}))
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title)
+    for column in rows[0]:
+        if column != "kind":
+            table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(str(value) for column, value in row.items() if column != "kind"))
+    return table
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": load,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> int:
+    """Exit status: 0 done, 1 refused or failed, 130 interrupted."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    statuses: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="bench")
+    def job(config: DictConfig) -> None:
+        statuses.append(guarded(lambda: bench(config), "bench"))
+
+    try:
+        return max([guarded(job, "bench"), *statuses])
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
