@@ -119,7 +119,7 @@ class CommunityQuota(EvictingAllocator):
             pool_edges="valid",
             mass_pad="visible_mean",
             sink_mass="exclude",
-            query_positions="true",
+            query_positions="own",
             num_sinks=self.num_sinks,
         )
 

@@ -15,7 +15,7 @@ from kvstitch.views import LayerView, QueryWindow
 MASS_PADS = ("visible_mean", "head_max", "global_max")
 POOL_EDGES = ("valid", "zero")
 SINK_MASSES = ("exclude", "include")
-QUERY_POSITIONS = ("true", "current")
+QUERY_POSITIONS = ("own", "current")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class FixedSegments(MassSegments):
     mass_pad: str = "visible_mean"
     pool_edges: str = "valid"
     sink_mass: str = "exclude"
-    query_positions: str = "true"
+    query_positions: str = "own"
     must_keep: str = "first_counted"
     must_priority: str = "sink"
     credit: bool = True

@@ -27,8 +27,11 @@ class Limits(NamedTuple):
         A budget on the CPU is read without waiting for a device: that is where a press keeps it. One that lives on a
         GPU costs a synchronisation.
 
-        Raises: ValueError if a budget is below 1 or their number is not the batch size.
+        Raises: TypeError if it is no whole number; ValueError if a budget is below 1 or their number is not the batch size.
         """
+        whole = isinstance(keep, Tensor) and not keep.is_floating_point() and keep.dtype != torch.bool
+        if isinstance(keep, bool) or not (isinstance(keep, int) or whole):
+            raise TypeError(f"keep must be a whole number of slots, or a tensor of them, got {keep!r}")
         if isinstance(keep, int):
             least = most = keep
             rows = torch.full((batch,), keep, device=device)

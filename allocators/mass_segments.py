@@ -13,8 +13,9 @@ from kvstitch.allocators.base import EvictingAllocator, Selection
 from kvstitch.allocators.evidence import MASS_PADS, POOL_EDGES, QUERY_POSITIONS, SINK_MASSES, Evidence
 from kvstitch.allocators.limits import Limits
 from kvstitch.allocators.options import check_choices, check_counts, check_fractions, check_switches
-from kvstitch.allocators.selector import Partition, gather_state, protected, select, slots_of
-from kvstitch.kernels.segment_quota.reference import SegmentPlan, segment_plan_reference
+from kvstitch.allocators.selector import gather_state
+from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
+from kvstitch.kernels.segment_quota.reference import SegmentPlan
 from kvstitch.kernels.segment_quota.rules import SegmentRules
 from kvstitch.views import LayerView, Needs
 
@@ -84,7 +85,7 @@ class MassSegments(EvictingAllocator):
             valid: False on empty slots, which may stand anywhere: a head gets what it would get without them.
 
         Returns: a head with no more valid slots than its budget keeps all of them, and its credit as it was.
-        Raises: ValueError if shapes disagree.
+        Raises: ValueError if shapes disagree; TypeError if a dtype is another.
         """
         _check_shapes(scores, usage, credit, valid)
         limits = Limits.of(self._target(keep, scores.shape[-1]), scores.shape[0], scores.device)
@@ -132,24 +133,23 @@ class MassSegments(EvictingAllocator):
         self, scores: Tensor, usage: Tensor, limits: Limits, credit: Tensor | None, valid: Tensor | None
     ) -> SegmentSelection:
         slots = scores.shape[-1]
-        plan = segment_plan_reference(usage, credit, limits.rows, limits.least, valid, self._rules)
-        kept = slots_of(self._mark(scores, plan, valid), min(limits.most, slots))
+        plan = segment_plan(usage, credit, limits.rows, limits.least, valid, self._rules)
+        kept = segment_select(
+            scores,
+            plan.slot_edges,
+            plan.quotas,
+            plan.num_first,
+            plan.first_recent,
+            valid,
+            self.must_keep,
+            min(limits.most, slots),
+        )
         history = plan.credit.float()
         if limits.least >= slots or valid is not None or limits.least != limits.most:
             # Nothing is evicted where all valid slots fit, and history is left as it was.
             fits = plan.edges[..., -1:] <= limits.rows[:, None, None]
             history = torch.where(fits, _extended(credit, history), history)
         return _described(plan, kept, gather_state(history, kept), self.min_keep_tokens)
-
-    def _mark(self, scores: Tensor, plan: SegmentPlan, valid: Tensor | None) -> Tensor:
-        slots = scores.shape[-1]
-        partition = Partition.of_edges(plan.slot_edges, slots)
-        must = protected(plan.num_first, plan.first_recent, valid, slots)
-        if self.must_keep != "after":
-            return select(scores, plan.quotas, partition, must, valid)
-        # Segments name candidates as if nothing were protected; then protected slots push out the worst of them.
-        candidates = select(scores, plan.quotas, partition, None, valid)
-        return select(scores, plan.quotas.sum(dim=-1, keepdim=True), None, must, candidates | must)
 
     def _target(self, keep: int | Tensor, slots: int) -> int | Tensor:
         """Slots that an event really keeps; all but SegmentQuota's `exact_target=False` keep what they are told."""
@@ -204,6 +204,9 @@ def _unstack(chosen: SegmentSelection, widths: list[int], with_credit: bool) -> 
 
 
 def _check_shapes(scores: Tensor, usage: Tensor, credit: Tensor | None, valid: Tensor | None) -> None:
+    for name, tensor in (("scores", scores), ("usage", usage), ("credit", credit)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {tensor.dtype}; convert it with .float()")
     shape = tuple(scores.shape)
     for name, tensor in (("usage", usage), ("valid", valid)):
         if tensor is not None and tuple(tensor.shape) != shape:

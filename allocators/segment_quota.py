@@ -66,7 +66,7 @@ class SegmentQuota(MassSegments):
     mass_pad: str = "visible_mean"  # padding with a maximum gives the window most of the mass
     pool_edges: str = "valid"
     sink_mass: str = "exclude"  # sinks are kept anyway and hold about a third of the attention
-    query_positions: str = "true"
+    query_positions: str = "own"
     must_keep: str = "first_counted"  # paper's worked example
     must_priority: str = "sink"  # paper
     boundary: str = "include"  # paper

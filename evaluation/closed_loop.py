@@ -11,17 +11,32 @@ from collections.abc import Sequence
 import torch
 
 from kvstitch.evaluation.answers import Answer, answer_metrics, graded
+from kvstitch.evaluation.compactions import region_arrays
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
-from kvstitch.evaluation.reads import ReadMeter
+from kvstitch.evaluation.reads import ReadMeter, index_metrics
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Stream
 from kvstitch.evaluation.tasks.base import Question, Sample, Task
-from kvstitch.presses.retrieval import RetrievalPress
-from kvstitch.presses.retrieval_run import RetrievalRun
+from kvstitch.presses import RetrievalPress, RetrievalRun
 
 # Logits are compared in blocks: 64 x 150,000 words in float32 are 40 MB a side.
 _BLOCK_TOKENS = 64
+
+
+def prefilled_but(sample: Sample, decode_tokens: int) -> Sample:
+    """The same sample with all but its last `decode_tokens` tokens as the prompt.
+
+    Raises:
+        ValueError: the sample is not longer than that.
+    """
+    tokens = (*sample.prompt_ids, *sample.trace_ids)
+    if len(tokens) <= decode_tokens:
+        raise ValueError(
+            f"decode_tokens must leave a prompt: sample {sample.id!r} has {len(tokens)} tokens, got {decode_tokens}; lower "
+            "decode_tokens, or set it to null to split samples as the task does"
+        )
+    return dataclasses.replace(sample, prompt_ids=tokens[:-decode_tokens], trace_ids=tokens[-decode_tokens:])
 
 
 def closed_loop_sample(
@@ -51,10 +66,11 @@ def closed_loop_sample(
         metrics |= meter.metrics(pressed.cache) | index_metrics(run)
         answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
         metrics |= answer_metrics(answers)
+        regions = region_arrays(run, sample.id)
     # A press that nobody watches owns the same cache, and its steps do not pay for what was measured.
     with dataclasses.replace(press, on_read=None, measure_mass=False)(loaded.model) as run:
         metrics |= _speed(run, pressed, dense, speed_tokens)
-    return SampleResult(make_record(sample, metrics, answers))
+    return SampleResult(make_record(sample, metrics, answers), regions=regions)
 
 
 def _go_on_from(dense: Stream, pressed: Stream, press: RetrievalPress) -> None:
@@ -73,7 +89,11 @@ def _quality(run: RetrievalRun, pressed: Stream, dense: Stream, trace: Sequence[
         got = torch.cat([pressed.feed([token]) for token in block])
         targets = torch.tensor(trace[start + 1 : start + 1 + len(block)])
         parts.append(compare_tokens(expected[: len(targets)], got[: len(targets)], targets))
-    joined = TokenComparison.join(parts)
+    return comparison_metrics(TokenComparison.join(parts))
+
+
+def comparison_metrics(joined: TokenComparison) -> dict[str, float | None]:
+    """Means over the compared tokens."""
     metrics: dict[str, float | None] = {"compared_tokens": joined.kl.numel()}
     names = ("kl", "top1_agreement", "nll", "dense_nll", "nll_difference")
     if not joined.kl.numel():
@@ -83,43 +103,21 @@ def _quality(run: RetrievalRun, pressed: Stream, dense: Stream, trace: Sequence[
     return metrics | dict(zip(names, values))
 
 
-def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
-    """What the indices took and hold: seconds beside and after the prompt's forward, and bytes against those of the cache.
-
-    Returns:
-        `events`, indices built or renewed; `observe_seconds`; `index_seconds` after the prompt, of which `exposed_seconds`
-        were waiting for `background_seconds` of work (processor time); `index_bytes` and their `index_share` of the bytes of
-        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any.
-    """
-    events = run.events
-    layers = [layer for event in events for layer in event.layers]
-    metrics: dict[str, float | None] = {
-        "events": len(events),
-        "observe_seconds": sum(event.observe_seconds for event in events),
-        "index_seconds": sum(event.seconds for event in events),
-        "background_seconds": sum(event.busy_seconds for event in events),
-        "exposed_seconds": sum(event.exposed_seconds for event in events),
-        "index_bytes": run.index_bytes,
-        "index_share": run.index_bytes / run.stored_bytes if run.stored_bytes else None,
-    }
-    for name, detail in (("modularity", "modularity"), ("resolution", "resolution"), ("communities", "num_leiden")):
-        shown = [layer.details[detail].double() for layer in layers if detail in layer.details]
-        metrics[name] = torch.cat(shown).nanmean().item() if shown else None
-    return metrics
-
-
 def _ask(
     loaded: LoadedModel, run: RetrievalRun, pressed: Stream, dense: Stream, task: Task, question: Question
 ) -> dict[str, object]:
     answer: dict[str, object] = {"gold": list(question.gold), "meta": dict(question.meta)}
-    answer["pressed"] = _answer(loaded, run, pressed, task, question)
+    answer["pressed"] = decoded_answer(loaded, run.press, pressed, task, question)
     with run.paused():
-        answer["dense"] = _answer(loaded, run, dense, task, question)
+        answer["dense"] = decoded_answer(loaded, run.press, dense, task, question)
     return answer
 
 
-def _answer(loaded: LoadedModel, run: RetrievalRun, stream: Stream, task: Task, question: Question) -> Answer:
-    with stream.branch(run.press) as branch:
+def decoded_answer(
+    loaded: LoadedModel, press: RetrievalPress, stream: Stream, task: Task, question: Question
+) -> Answer:
+    """The answer from a copy of the cache, its cue fed token by token; whoever calls decides whether a press is at work."""
+    with stream.branch(press) as branch:
         for token in question.cue_ids:
             branch.feed([token])
         tokens = branch.greedy(question.max_new_tokens, stop_token_ids(loaded))

@@ -71,13 +71,34 @@ def hardware() -> dict[str, Any]:
 
 
 def peak_memory() -> dict[str, int | None]:
-    """Most memory of this process so far, in bytes, measured: resident, and on the GPU as PyTorch allocated it."""
-    # The kernel counts in KiB, on macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
+    """Most memory since `reset_peak_memory`, in bytes, measured: of the process, resident, and of all GPUs, as PyTorch
+    allocated it; None without a GPU. Where the kernel cannot forget a peak, the process's is that since it started."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
-        "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "peak_process_bytes": _peak_resident(),
+        "peak_device_bytes": sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) if gpus else None,
     }
+
+
+def reset_peak_memory() -> None:
+    """Forget the peaks so far."""
+    try:
+        # Linux: 5 resets the peak of the resident set (man 5 proc); everywhere else there is no such file.
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+    for gpu in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+        torch.cuda.reset_peak_memory_stats(gpu)
+
+
+def _peak_resident() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # The kernel counts in KiB, on macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def commit() -> str | None:

@@ -1,6 +1,7 @@
 """Generate: answers written by `model.generate`, with the press and without, graded."""
 
 import hashlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvstitch.evaluation.answers import answer_metrics, graded
+from kvstitch.evaluation.baseline import DenseBaselines, DenseRecord
 from kvstitch.evaluation.compactions import event_metrics
+from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
+from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.reads import index_metrics
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Storage, now
 from kvstitch.evaluation.tasks.base import Question, Sample, Task
-from kvstitch.presses import EvictionPress
+from kvstitch.presses import EvictionPress, RetrievalPress
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,14 @@ class Sampling:
         temperature: divides the logits; above 0. Like the other two only read with `do_sample`.
         top_p: smallest set of tokens with this much probability, in (0, 1].
         top_k: at most so many tokens; 0 leaves it out.
+        samples_per_question: answers drawn for each question; accuracy is then pass@1 over all of them.
     """
 
     do_sample: bool = False
     temperature: float = 0.6
     top_p: float = 0.95
     top_k: int = 0
+    samples_per_question: int = 1
 
     def __post_init__(self):
         if not isinstance(self.do_sample, bool):
@@ -46,6 +60,13 @@ class Sampling:
             raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"sampling.top_k must be a whole number of at least 0, got {self.top_k!r}")
+        draws = self.samples_per_question
+        if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+            raise ValueError(f"sampling.samples_per_question must be a whole number of at least 1, got {draws!r}")
+        if draws > 1 and not self.do_sample:
+            raise ValueError(
+                f"sampling.samples_per_question={draws} needs sampling.do_sample=true: greedy answers are all the same"
+            )
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of a `GenerationConfig`."""
@@ -55,7 +76,14 @@ class Sampling:
 
 
 def generate_sample(
-    loaded: LoadedModel, press: EvictionPress | None, task: Task, sample: Sample, *, sampling: Sampling, seed: int
+    loaded: LoadedModel,
+    press: EvictionPress | RetrievalPress | None,
+    task: Task,
+    sample: Sample,
+    *,
+    sampling: Sampling,
+    seed: int,
+    baselines: DenseBaselines | None = None,
 ) -> SampleResult:
     """Every question of a sample answered with the press and without; a drawn answer depends on seed, sample and question.
 
@@ -65,31 +93,50 @@ def generate_sample(
         task: grades the answers.
         sampling: greedy or drawn.
         seed: of the drawing; both sides draw with the same one.
+        baselines: where the dense answers are read, and kept if they are not there yet; None generates them every time.
 
     Raises:
         RunError: a sample without questions.
+        NonFiniteLogits: NaN in the logits of either side.
     """
     if not sample.questions:
         raise RunError(f"sample {sample.id!r} asks nothing, so there is nothing to generate; use mode=replay")
-    answers, measured, events = [], [], []
-    for index, question in enumerate(sample.questions):
+    known = baselines.read(sample) if baselines is not None else None
+    answers, measured, dense_answers, dense_measured, events = [], [], [], [], []
+    draws = sampling.samples_per_question
+    for index, (number, again) in enumerate(itertools.product(range(len(sample.questions)), range(draws))):
+        question = sample.questions[number]
         prompt = sample.input_ids(question)
-        draw = _seed(seed, sample.id, index)
+        draw = _seed(seed, sample.id, number, again)
         answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
+        if draws > 1:
+            answer |= {"question": number, "draw": again}
         numbers: dict[str, float | None] = {}
         if press is not None:
             with press(loaded.model) as run:
                 tokens, numbers = _generate(loaded, prompt, question, sampling, draw)
             answer["pressed"] = graded(task, question, loaded.tokenizer, tokens)
-            events = list(run.events)
-            share = run.event_seconds / numbers["seconds"]
-            numbers |= event_metrics(events, len(run.stored_tokens)) | {"event_time_share": share}
-        tokens, dense = _generate(loaded, prompt, question, sampling, draw)
+            if isinstance(press, RetrievalPress):
+                numbers |= index_metrics(run)
+            else:
+                events = list(run.events)
+                numbers |= event_metrics(events, len(run.stored_tokens))
+            numbers["event_time_share"] = run.event_seconds / numbers["seconds"]
+        if known is None:
+            tokens, dense = _generate(loaded, prompt, question, sampling, draw)
+            dense_answers.append(tokens)
+            dense_measured.append({f"dense_{name}": value for name, value in dense.items()})
+        else:
+            tokens = known.answers[index]
         answer["dense"] = graded(task, question, loaded.tokenizer, tokens)
-        numbers |= {f"dense_{name}": value for name, value in dense.items()}
         answers.append(answer)
         measured.append(numbers)
-    metrics = answer_metrics(answers) | _mean_of_each(measured)
+    dense_numbers = _mean_of_each(dense_measured) if known is None else known.numbers
+    if baselines is not None and known is None:
+        baselines.write(sample, DenseRecord(dense_numbers, dense_answers))
+    metrics = (
+        answer_metrics(answers) | _mean_of_each(measured) | dense_numbers | {"dense_reused": float(known is not None)}
+    )
     return SampleResult(make_record(sample, metrics, answers), events)
 
 
@@ -108,12 +155,14 @@ def _generate(
     )
     meter = _Meter(cache)
     torch.manual_seed(draw)
+    reset_peak_memory()
     start = now(model.device)
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         generation_config=config,
+        logits_processor=LogitsProcessorList([_RefuseNaN()]),
         stopping_criteria=StoppingCriteriaList([meter]),
     )
     tokens = output[0, ids.shape[1] :].tolist()
@@ -123,10 +172,21 @@ def _generate(
         "prefill_seconds": meter.first_token - start,
         "decode_tokens_per_second": (len(tokens) - 1) / (end - meter.first_token) if len(tokens) > 1 else None,
         "kv_bytes": meter.storage.peak_bytes,
+        "auxiliary_bytes": meter.storage.peak_auxiliary_bytes,
         "mean_slots": meter.storage.mean_slots,
         "peak_slots": meter.storage.peak_slots,
+        **peak_memory(),
     }
     return tokens[:-1] if tokens[-1] in stop_ids else tokens, numbers
+
+
+class _RefuseNaN(LogitsProcessor):
+    """Drawing from NaN fails obscurely, and the most likely token among NaN is the first one of the vocabulary."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.isnan().any():
+            raise NonFiniteLogits(f"the logits after {input_ids.shape[1]} tokens hold NaN")
+        return scores
 
 
 class _Meter(StoppingCriteria):
@@ -145,8 +205,8 @@ class _Meter(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _seed(seed: int, sample_id: str, question: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{sample_id}:{question}".encode()).digest()
+def _seed(seed: int, sample_id: str, question: int, draw: int) -> int:
+    digest = hashlib.sha256(f"{seed}:{sample_id}:{question}:{draw}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 

@@ -1,13 +1,26 @@
 """What the pressed model's run lost against the dense model's on the same tokens, and what its cache still covers."""
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
+
+from kvstitch.evaluation.summary import summarise
+
+__all__ = [
+    "REGION_TOKENS",
+    "NonFiniteLogits",
+    "TokenComparison",
+    "compare_tokens",
+    "repetition_rate",
+    "retained_iou",
+    "summarise",
+    "token_nll",
+    "wiped_regions",
+]
 
 REGION_TOKENS = 64
 # Rows whose log-probabilities are held in float32 at once: 64 x 150,000 words are 40 MB a copy.
@@ -139,11 +152,10 @@ def _membership(positions: Int64[Tensor, "B H K"], size: int) -> Bool[Tensor, "B
     return member[..., :size]
 
 
-def summarise(values: Iterable[float | None]) -> dict[str, float | int | None]:
-    """`n`, `mean` and `std` (sample standard deviation) over the samples that have a value."""
-    known = [float(value) for value in values if value is not None]
-    return {
-        "n": len(known),
-        "mean": statistics.fmean(known) if known else None,
-        "std": statistics.stdev(known) if len(known) > 1 else None,
-    }
+def repetition_rate(token_ids: Sequence[int], n: int = 4) -> float | None:
+    """Share of n-grams that stood in the text before: 1 - distinct / all (seq-rep-n, arXiv 1908.04319, section 3).
+
+    0 if no n tokens come twice in a row; near 1 for a model that is caught in a loop. None with fewer than `n` tokens.
+    """
+    grams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else None

@@ -87,15 +87,16 @@ def load_hub(
             raise ImportError(f"model.device_map={device_map!r} needs accelerate: pip install accelerate")
     options = {"revision": revision} if revision is not None else {}
     try:
-        return _load(
-            str(path) if path.is_dir() else name,
-            None if device_map is not None else _parse_device(device),
-            dtype=torch_dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-            **options,
-        )
+        with _quiet_progress():
+            return _load(
+                str(path) if path.is_dir() else name,
+                None if device_map is not None else _parse_device(device),
+                dtype=torch_dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                device_map=device_map,
+                **options,
+            )
     except (OSError, ValueError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-KEPT_POSITIONS = "kept_positions.npz"
+from kvstitch.evaluation.records import KEPT_POSITIONS
+
+__all__ = ["KEPT_POSITIONS", "can_plot", "plot_kept_positions"]
 
 
 def can_plot() -> bool:

@@ -7,7 +7,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import Cache
 
-from kvstitch.presses.retrieval_events import ReadEvent
+from kvstitch.presses import ReadEvent, RetrievalRun
 
 _INDEX_ITEM_BYTES = 4
 # Heads that matter are often those in which a method is worst.
@@ -79,6 +79,31 @@ class ReadMeter:
             metrics["mass_recall"] = heads.mean().item()
             metrics["mass_recall_worst"] = heads[: max(1, round(_WORST_SHARE * len(heads)))].mean().item()
         return metrics
+
+
+def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
+    """What the indices took and hold: seconds beside and after the prompt's forward, and bytes against those of the cache.
+
+    Returns:
+        `events`, indices built or renewed; `observe_seconds`; `index_seconds` after the prompt, of which `exposed_seconds`
+        were waiting for `background_seconds` of work (processor time); `index_bytes` and their `index_share` of the bytes of
+        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any.
+    """
+    events = run.events
+    layers = [layer for event in events for layer in event.layers]
+    metrics: dict[str, float | None] = {
+        "events": len(events),
+        "observe_seconds": sum(event.observe_seconds for event in events),
+        "index_seconds": sum(event.seconds for event in events),
+        "background_seconds": sum(event.busy_seconds for event in events),
+        "exposed_seconds": sum(event.exposed_seconds for event in events),
+        "index_bytes": run.index_bytes,
+        "index_share": run.index_bytes / run.stored_bytes if run.stored_bytes else None,
+    }
+    for name, detail in (("modularity", "modularity"), ("resolution", "resolution"), ("communities", "num_leiden")):
+        shown = [layer.details[detail].double() for layer in layers if detail in layer.details]
+        metrics[name] = torch.cat(shown).nanmean().item() if shown else None
+    return metrics
 
 
 def distinct_slots(positions: Int64[Tensor, "B S M"], num_kv_heads: int) -> Int64[Tensor, "B H"]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ PREDICTIONS = "predictions.jsonl"
 METRICS = "metrics.json"
 CONFIG = "config.yaml"
 RUN_META = "run_meta.json"
+ERROR = "error.txt"
+KEPT_POSITIONS = "kept_positions.npz"
+REGIONS = "regions.npz"
 
 
 class RunError(Exception):
@@ -50,9 +54,13 @@ class RunFolder:
     def opened(self, config_yaml: str) -> Iterator["RunFolder"]:
         """Hold the folder for this process and put the resolved configuration in place.
 
+        A folder that was made here and in which no sample was finished is taken away again if the block fails: nothing
+        would be resumed from it.
+
         Raises:
             RunError: another process holds it, or what stands there belongs to another configuration.
         """
+        is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
@@ -65,6 +73,11 @@ class RunFolder:
         try:
             self._claim(config_yaml)
             yield self
+        except BaseException:
+            # While the lock is held: whoever waits for it finds no folder and says so.
+            if is_new and not self.predictions.exists():
+                shutil.rmtree(self.path)
+            raise
         finally:
             lock.release()
 
@@ -139,6 +152,15 @@ class RunFolder:
         """Content of a JSON file of the folder, None if it is not there."""
         path = self.path / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def write_error(self, text: str) -> None:
+        """Say in the folder, which is made if need be, why the run did not finish."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / ERROR, text)
+
+    def clear_error(self) -> None:
+        """The run finished after all."""
+        (self.path / ERROR).unlink(missing_ok=True)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace a JSON file of the folder; it is whole at every moment."""

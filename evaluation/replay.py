@@ -4,14 +4,16 @@ Needs no sampling, is deterministic, and shows token by token what the eviction 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvstitch.evaluation.answers import Answer, answer_metrics, graded
+from kvstitch.evaluation.answers import answer_metrics, graded
+from kvstitch.evaluation.baseline import DenseBaselines, DenseRecord
 from kvstitch.evaluation.compactions import event_metrics
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, storage_metrics
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens, token_nll
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.results import SampleResult, make_record
@@ -33,7 +35,14 @@ def chunks(length: int, interval: int, most: int = MAX_CHUNK_TOKENS) -> Iterator
 
 
 def replay_sample(
-    loaded: LoadedModel, press: EvictionPress | None, task: Task, sample: Sample, *, interval: int, speed_tokens: int
+    loaded: LoadedModel,
+    press: EvictionPress | None,
+    task: Task,
+    sample: Sample,
+    *,
+    interval: int,
+    speed_tokens: int,
+    baselines: DenseBaselines | None = None,
 ) -> SampleResult:
     """Prompt, trace and questions of one sample through the pressed and the dense model.
 
@@ -46,29 +55,41 @@ def replay_sample(
         task: grades the answers.
         interval: tokens between events.
         speed_tokens: greedy decode steps that are timed at the end of the trace; 0 leaves it out.
+        baselines: where the dense side is read, and kept if it is not there yet; None runs it every time. The metric
+            `dense_reused` says which it was: its seconds and its speed are then those of the earlier run.
 
     Raises:
         NonFiniteLogits: NaN in the logits of either model.
     """
+    dense = baselines.read(sample) if baselines is not None else None
     with ExitStack() as stack:
         run = stack.enter_context(press(loaded.model)) if press is not None else None
-        pair = _LockStep(loaded, press, run)
-        pair.prefill(sample.prompt_ids)
-        metrics = pair.prefill_metrics()
+        pair = _LockStep(loaded, press, run, dense, keep=baselines is not None)
+        metrics = pair.prefill(sample.prompt_ids)
         metrics |= _quality(pair, sample.trace_ids, interval, first=0 if _compresses_prompt(press) else interval)
         pair.end_trace()
         answers = [pair.ask(task, question) for question in sample.questions]
         metrics |= answer_metrics(answers) | pair.storage_metrics() | pair.event_metrics()
         events = pair.events
         # Last, because it goes on where the trace ended and spoils the caches.
-        metrics |= pair.speed(speed_tokens)
+        metrics |= pair.speed(speed_tokens) | pair.dense.numbers() | {"dense_reused": float(dense is not None)}
+    made = pair.dense.record()
+    if made is not None:
+        baselines.write(sample, made)
     return SampleResult(make_record(sample, metrics, answers), events)
 
 
 class _LockStep:
-    """The pressed and the dense stream of one sample; the press is at work except while the dense one is fed."""
+    """The pressed and the dense side of one sample; the press is at work except while the dense one is fed."""
 
-    def __init__(self, loaded: LoadedModel, press: EvictionPress | None, run: EvictionRun | None):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        press: EvictionPress | None,
+        run: EvictionRun | None,
+        dense: DenseRecord | None,
+        keep: bool,
+    ):
         self._tokenizer = loaded.tokenizer
         self._stop_ids = stop_token_ids(loaded)
         self._press = press
@@ -76,25 +97,22 @@ class _LockStep:
         self._trace_events = 0
         # Those of the trace and of the last question: one sequence, whatever was asked in between.
         self.events: list[CompactionEvent] = []
-        self._dense = Stream(loaded.model)
+        press_off = run.paused if run is not None else nullcontext
+        self.dense = RecordedDense(loaded.model, dense) if dense else LiveDense(loaded, press_off, keep)
         self._pressed = Stream(loaded.model) if run is not None else None
 
-    def prefill(self, token_ids: Sequence[int]) -> None:
+    def prefill(self, token_ids: Sequence[int]) -> dict[str, float | None]:
+        """Seconds that the pressed model took."""
         if self._pressed is not None:
             self._pressed.prefill(token_ids)
             self._run.end_prefill()
-        with self._press_off():
-            self._dense.prefill(token_ids)
-
-    def prefill_metrics(self) -> dict[str, float | None]:
-        pressed = self._pressed.seconds if self._pressed is not None else None
-        return {"prefill_seconds": pressed, "dense_prefill_seconds": self._dense.seconds}
+        self.dense.prefill(token_ids)
+        return {"prefill_seconds": self._pressed.seconds if self._pressed is not None else None}
 
     def feed(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Logits `[N, V]` of the dense and of the pressed model."""
         pressed = self._pressed.feed(token_ids) if self._pressed is not None else None
-        with self._press_off():
-            return self._dense.feed(token_ids), pressed
+        return self.dense.feed(token_ids), pressed
 
     def end_trace(self) -> None:
         if self._run is not None:
@@ -106,27 +124,19 @@ class _LockStep:
         answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
         if self._run is not None:
             before = len(self._run.events)
-            answer["pressed"] = self._answer(self._pressed, task, question)
+            answer["pressed"] = graded(task, question, self._tokenizer, self._answer(question))
             self.events = self.events[: self._trace_events] + self._run.events[before:]
-        with self._press_off():
-            answer["dense"] = self._answer(self._dense, task, question)
+        answer["dense"] = graded(task, question, self._tokenizer, self.dense.answer(question))
         return answer
 
-    def _answer(self, stream: Stream, task: Task, question: Question) -> Answer:
-        with stream.branch(self._press) as branch:
+    def _answer(self, question: Question) -> list[int]:
+        with self._pressed.branch(self._press) as branch:
             if question.cue_ids:
                 branch.feed(question.cue_ids)
-            tokens = branch.greedy(question.max_new_tokens, self._stop_ids)
-        return graded(task, question, self._tokenizer, tokens)
+            return branch.greedy(question.max_new_tokens, self._stop_ids)
 
     def storage_metrics(self) -> dict[str, float | None]:
-        metrics: dict[str, float | None] = {}
-        for prefix, stream in (("", self._pressed), ("dense_", self._dense)):
-            storage = stream.storage if stream is not None else None
-            metrics[f"{prefix}mean_slots"] = storage and storage.mean_slots
-            metrics[f"{prefix}peak_slots"] = storage and storage.peak_slots
-            metrics[f"{prefix}kv_bytes"] = storage and storage.peak_bytes
-        return metrics
+        return storage_metrics("", self._pressed.storage if self._pressed is not None else None)
 
     def event_metrics(self) -> dict[str, float | None]:
         if self._run is None:
@@ -136,18 +146,13 @@ class _LockStep:
 
     def speed(self, count: int) -> dict[str, float | None]:
         """Decoded tokens a second at the end of the trace; events that fall among them are not counted here."""
-        speeds: dict[str, float | None] = {"decode_tokens_per_second": None, "dense_decode_tokens_per_second": None}
+        speed = None
         if count and self._run is not None:
             before = self._run.event_seconds
             seconds = self._pressed.time_steps(count)
-            speeds["decode_tokens_per_second"] = count / (seconds - (self._run.event_seconds - before))
-        if count:
-            with self._press_off():
-                speeds["dense_decode_tokens_per_second"] = count / self._dense.time_steps(count)
-        return speeds
-
-    def _press_off(self) -> AbstractContextManager:
-        return self._run.paused() if self._run is not None else nullcontext()
+            speed = count / (seconds - (self._run.event_seconds - before))
+        self.dense.speed(count)
+        return {"decode_tokens_per_second": speed}
 
 
 def _quality(pair: _LockStep, trace: Sequence[int], interval: int, first: int) -> dict[str, float | None]:

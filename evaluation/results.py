@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvstitch.evaluation.tasks.base import Sample
 from kvstitch.presses import CompactionEvent
 
@@ -15,10 +17,12 @@ class SampleResult:
     Args:
         record: what is written for it: plain values only, `metrics` flat, None where a metric has no value.
         events: the compactions along one sequence, in order.
+        regions: what a retrieving press's index divided the sequence into, as arrays for a file; empty if nothing.
     """
 
     record: dict[str, Any]
     events: Sequence[CompactionEvent] = field(default=())
+    regions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def make_record(

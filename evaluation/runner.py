@@ -1,25 +1,33 @@
 """The loop of a run: samples that are not finished yet are evaluated one by one, recorded, and summed up at the end."""
 
+import dataclasses
 import difflib
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvstitch.evaluation.compactions import save_kept_positions
+from kvstitch.evaluation.baseline import DenseBaselines
+from kvstitch.evaluation.closed_loop import closed_loop_sample, prefilled_but
+from kvstitch.evaluation.compactions import save_arrays, save_kept_positions
+from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
 from kvstitch.evaluation.generate import Sampling, generate_sample
-from kvstitch.evaluation.metrics import NonFiniteLogits, summarise
+from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample
+from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, max_positions
 from kvstitch.evaluation.plots import KEPT_POSITIONS
 from kvstitch.evaluation.progress import Progress
-from kvstitch.evaluation.records import METRICS, RunError, RunFolder
+from kvstitch.evaluation.records import METRICS, REGIONS, RunError, RunFolder
 from kvstitch.evaluation.replay import replay_sample
 from kvstitch.evaluation.results import SampleResult, failed_record
+from kvstitch.evaluation.summary import summary
 from kvstitch.evaluation.tasks.base import Sample, Task
-from kvstitch.presses import EvictionPress
+from kvstitch.presses import EvictionPress, RetrievalPress
 
 MODES = ("replay", "generate")
 
@@ -36,43 +44,99 @@ class Evaluation:
     Args:
         press: None evaluates the dense model alone.
         task: where samples come from and how answers are graded.
-        mode: "replay" feeds the trace teacher-forced, "generate" lets the model write; see the modules of that name.
-        interval: tokens between events of the press; replay feeds the trace in steps of it.
+        mode: "replay" feeds the trace teacher-forced, "generate" lets the model write; see the modules of that name, and
+            `closed_loop` for the replay of a retrieving press.
+        interval: tokens between events of the press; replay feeds the trace in steps of it. Retrieval has none.
+        decode_tokens: with a retrieving press, replay prefills all of a sample but its last so many tokens, which are
+            decoded one by one; None leaves the sample as the task splits it.
         speed_tokens: decode steps that replay times at the end of each trace; 0 leaves it out.
         sampling: how generate draws.
         seed: of everything that is drawn.
+        shard: this run's part of the samples, `shard`, `shard + num_shards`, …
+        num_shards: runs that share the samples.
     """
 
-    press: EvictionPress | None
+    press: EvictionPress | RetrievalPress | KVPressBaseline | None
     task: Task
     mode: str = "replay"
     interval: int = 512
+    decode_tokens: int | None = 128
     speed_tokens: int = 16
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 42
+    shard: int = 0
+    num_shards: int = 1
 
     def __post_init__(self):
         if self.mode not in MODES:
             nearest = difflib.get_close_matches(str(self.mode), MODES, n=1, cutoff=0.3)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}{hint}")
-        for name, least in (("interval", 1), ("speed_tokens", 0), ("seed", 0)):
+        for name, least in (
+            ("interval", 1),
+            ("decode_tokens", 1),
+            ("speed_tokens", 0),
+            ("seed", 0),
+            ("shard", 0),
+            ("num_shards", 1),
+        ):
             value = getattr(self, name)
+            if value is None and name == "decode_tokens":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
-        if self.press is not None and self.press.interval != self.interval:
+        if isinstance(self.press, KVPressBaseline) and self.sampling.do_sample:
+            raise ValueError("press=kvpress answers greedily; set sampling.do_sample=false")
+        if self.shard >= self.num_shards:
+            raise ValueError(
+                f"task.shard must be below task.num_shards={self.num_shards}, got {self.shard}; shards count from 0"
+            )
+        if isinstance(self.press, EvictionPress) and self.press.interval != self.interval:
             raise ValueError(
                 f"interval={self.interval} and press.interval={self.press.interval} differ: replay would cut the trace "
                 "between the press's events; set interval alone"
             )
 
-    def evaluate(self, loaded: LoadedModel, sample: Sample) -> SampleResult:
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples this shard has; None if the task does not know."""
+        total = self.task.num_samples
+        return total if total is None else len(range(self.shard, total, self.num_shards))
+
+    def samples(self, loaded: LoadedModel) -> Iterator[Sample]:
+        """The samples of this shard, in the task's order."""
+        every = self.task.samples(loaded.tokenizer, max_positions(loaded.model))
+        return itertools.islice(every, self.shard, None, self.num_shards)
+
+    def baselines(self, folder: Path, loaded: LoadedModel) -> DenseBaselines:
+        """Records of the dense side that any press evaluated in this way can use."""
+        settings: dict[str, Any] = {"mode": self.mode}
+        if self.mode == "replay":
+            settings |= {"interval": self.interval, "speed_tokens": self.speed_tokens}
+        else:
+            settings |= {"sampling": dataclasses.asdict(self.sampling), "seed": self.seed}
+        return DenseBaselines(folder, loaded.model, settings)
+
+    def evaluate(self, loaded: LoadedModel, sample: Sample, baselines: DenseBaselines | None = None) -> SampleResult:
         """One sample through the pressed and the dense model."""
+        if isinstance(self.press, KVPressBaseline):
+            return kvpress_sample(loaded, self.press, self.task, sample)
         if self.mode == "generate":
-            return generate_sample(loaded, self.press, self.task, sample, sampling=self.sampling, seed=self.seed)
+            return generate_sample(
+                loaded, self.press, self.task, sample, sampling=self.sampling, seed=self.seed, baselines=baselines
+            )
+        if isinstance(self.press, RetrievalPress):
+            sample = sample if self.decode_tokens is None else prefilled_but(sample, self.decode_tokens)
+            return closed_loop_sample(loaded, self.press, self.task, sample, speed_tokens=self.speed_tokens)
         return replay_sample(
-            loaded, self.press, self.task, sample, interval=self.interval, speed_tokens=self.speed_tokens
+            loaded,
+            self.press,
+            self.task,
+            sample,
+            interval=self.interval,
+            speed_tokens=self.speed_tokens,
+            baselines=baselines,
         )
 
 
@@ -82,6 +146,7 @@ def run_evaluation(
     folder: RunFolder,
     labels: Mapping[str, Any],
     progress: Progress,
+    dense_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate what the opened run folder lacks; a finished run is only read.
 
@@ -91,6 +156,7 @@ def run_evaluation(
         folder: opened by the caller.
         labels: names of the parts, for the table; written into `metrics.json`.
         progress: told about every sample.
+        dense_folder: where dense baselines are read and kept; None computes them in every run.
 
     Returns:
         The content of `metrics.json`.
@@ -105,53 +171,46 @@ def run_evaluation(
     records = folder.read_records()
     loaded = load_model()
     _seed_everything(evaluation.seed)
-    progress.start(evaluation.task.num_samples, records)
+    progress.start(evaluation.num_samples, records)
     done = {record["id"] for record in records}
+    baselines = None if dense_folder is None else evaluation.baselines(dense_folder, loaded)
     try:
-        for sample in evaluation.task.samples(loaded.tokenizer, max_positions(loaded.model)):
+        for sample in evaluation.samples(loaded):
             if sample.id not in done:
-                records.append(_evaluate_and_record(evaluation, loaded, sample, folder))
+                records.append(_evaluate_and_record(evaluation, loaded, sample, folder, baselines))
                 progress.advance(records)
     finally:
         progress.close()
     if not records:
         raise RunError("the task gave no sample; see task.num_samples and task.path")
-    metrics = summary(records, labels)
+    metrics = summary(records, labels, evaluation.task.skipped)
     folder.write_json(METRICS, metrics)
     return metrics
 
 
 def _evaluate_and_record(
-    evaluation: Evaluation, loaded: LoadedModel, sample: Sample, folder: RunFolder
+    evaluation: Evaluation,
+    loaded: LoadedModel,
+    sample: Sample,
+    folder: RunFolder,
+    baselines: DenseBaselines | None,
 ) -> dict[str, Any]:
+    reset_peak_memory()
     try:
-        result = evaluation.evaluate(loaded, sample)
+        result = evaluation.evaluate(loaded, sample, baselines)
     except NonFiniteLogits as error:
         record = failed_record(sample, str(error))
     else:
         record = result.record
-        kept = folder.path / KEPT_POSITIONS
+        # Of both sides together, where the mode could not tell them apart.
+        record["metrics"] = dict(peak_memory()) | record["metrics"]
+        kept, regions = folder.path / KEPT_POSITIONS, folder.path / REGIONS
         if result.events and not kept.exists():
             save_kept_positions(kept, sample.id, result.events)
+        if result.regions and not regions.exists():
+            save_arrays(regions, result.regions)
     folder.append(record)
     return record
-
-
-def summary(records: Sequence[Mapping[str, Any]], labels: Mapping[str, Any]) -> dict[str, Any]:
-    """What `metrics.json` holds: every metric with n, mean and standard deviation over samples.
-
-    `budget_bound` is False if no sample ever had to evict anything, None without a press.
-    """
-    measured = [record["metrics"] for record in records if "error" not in record]
-    names = list(dict.fromkeys(name for metrics in measured for name in metrics))
-    events = [metrics["events"] for metrics in measured if "events" in metrics]
-    return {
-        "run": dict(labels),
-        "num_samples": len(records),
-        "failed_samples": {record["id"]: record["error"] for record in records if "error" in record},
-        "budget_bound": any(events) if events else None,
-        "metrics": {name: summarise(metrics.get(name) for metrics in measured) for name in names},
-    }
 
 
 def _seed_everything(seed: int) -> None:

@@ -23,12 +23,15 @@ class Storage:
         tokens: how many tokens that were.
         peak_slots: most slots in any layer at any time, the prompt included.
         peak_bytes: most bytes of storage behind keys and values at any time, the prompt included.
+        peak_auxiliary_bytes: most bytes beside them, looked at when the cache has new storage.
     """
 
     slots_summed: float = 0.0
     tokens: int = 0
     peak_slots: int = 0
     peak_bytes: int = 0
+    peak_auxiliary_bytes: int = 0
+    _last_bytes: int = -1
 
     @property
     def mean_slots(self) -> float | None:
@@ -42,7 +45,12 @@ class Storage:
         self.slots_summed += tokens * (sum(lengths) / len(lengths) - (tokens - 1) / 2)
         self.tokens += tokens
         self.peak_slots = max(self.peak_slots, *lengths)
-        self.peak_bytes = max(self.peak_bytes, stored_bytes(cache))
+        stored = stored_bytes(cache)
+        if stored != self._last_bytes:
+            # Little changes beside keys and values while they stay where they are, and looking takes milliseconds.
+            self._last_bytes = stored
+            self.peak_auxiliary_bytes = max(self.peak_auxiliary_bytes, auxiliary_bytes(cache))
+        self.peak_bytes = max(self.peak_bytes, stored)
 
 
 @dataclass
@@ -136,6 +144,34 @@ def stored_slots(cache: Cache) -> list[int]:
 def stored_bytes(cache: Cache) -> int:
     """Bytes of the storage behind all keys and values, measured, room for growth included."""
     return sum(part.untyped_storage().nbytes() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def auxiliary_bytes(cache: Cache) -> int:
+    """Bytes that compressed layers hold beside keys and values: positions, query memory, credit, indices; 0 for stock caches.
+
+    Measured: every distinct storage that can be reached from the layers, the press itself left out.
+    """
+    layers = [layer for layer in cache.layers if type(layer).__module__.startswith("kvstitch.")]
+    stored = {part.untyped_storage().data_ptr() for layer in layers for part in (layer.keys, layer.values)}
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting: list[object] = [{name: part for name, part in vars(layer).items() if name != "owner"} for layer in layers]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            if storage.data_ptr() not in stored:
+                found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple | set):
+            waiting += item
+        elif type(item).__module__.startswith("kvstitch.") and hasattr(item, "__dict__"):
+            waiting += vars(item).values()
+    return sum(found.values())
 
 
 def now(device: torch.device) -> float:

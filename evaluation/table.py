@@ -21,7 +21,8 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _bytes(value: float) -> str:
+def write_bytes(value: float) -> str:
+    """`3.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.1f} {unit}"
@@ -31,8 +32,10 @@ def _bytes(value: float) -> str:
 
 ROWS = (
     Row("answers right", "accuracy", "dense_accuracy", _percent),
+    Row("right in one of the draws", "pass_at_k", "dense_pass_at_k", _percent),
     Row("answer tokens", "answer_tokens", "dense_answer_tokens", "{:.1f}".format),
     Row("answers cut short", "truncated", "dense_truncated", _percent),
+    Row("repeated 4-grams", "repetition", "dense_repetition", _percent),
     Row("NLL, nats a token", "nll", "dense_nll", "{:.4f}".format),
     Row("NLL difference", "nll_difference", None, "{:+.4f}".format),
     Row("KL(dense || pressed)", "kl", None, "{:.4f}".format),
@@ -41,14 +44,26 @@ ROWS = (
     Row("kept again (IoU)", "retained_iou", None, _percent),
     Row("slots a kv head, mean", "mean_slots", "dense_mean_slots", "{:.0f}".format),
     Row("slots a kv head, peak", "peak_slots", "dense_peak_slots", "{:.0f}".format),
-    Row("KV storage, peak", "kv_bytes", "dense_kv_bytes", _bytes),
+    Row("KV storage, peak", "kv_bytes", "dense_kv_bytes", write_bytes),
+    Row("held beside it, peak", "auxiliary_bytes", None, write_bytes),
+    Row("GPU memory, peak", "peak_device_bytes", "dense_peak_device_bytes", write_bytes),
+    Row("slots read, kv head and step", "read_slots", None, "{:.0f}".format),
+    Row("bytes read a step, index included", "read_bytes", "dense_read_bytes", write_bytes),
+    Row("attention mass read", "mass_recall", None, _percent),
+    Row("… by the worst tenth of heads", "mass_recall_worst", None, _percent),
+    Row("communities a graph", "communities", None, "{:.0f}".format),
+    Row("bytes held beside K and V", "index_share", None, _percent),
+    Row("seconds for edges", "observe_seconds", None, "{:.2f}".format),
+    Row("seconds in the background", "background_seconds", None, "{:.2f}".format),
+    Row("seconds for indices", "index_seconds", None, "{:.2f}".format),
+    Row("… waiting for the background", "exposed_seconds", None, "{:.2f}".format),
     Row("decoded tokens/s", "decode_tokens_per_second", "dense_decode_tokens_per_second", "{:.1f}".format),
     Row("events a sample", "events", None, "{:.1f}".format),
     Row("seconds an event", "event_seconds", None, "{:.3f}".format),
     Row("time in events", "event_time_share", None, _percent),
 )
 # An answer of a replay is a few tokens by design: how many they are tells nothing about the method.
-_ONLY_GENERATED = {"answer_tokens", "truncated"}
+_ONLY_GENERATED = {"answer_tokens", "truncated", "repetition"}
 
 
 def print_table(summary: Mapping[str, Any], console: Console) -> None:
@@ -82,15 +97,25 @@ def _title(summary: Mapping[str, Any]) -> Text:
     run = summary["run"]
     lines = [f"press={run['press']}"]
     if run["press"] != "dense":
-        lines[0] += f" scorer={run['scorer']} allocator={run['allocator']}"
-        lines.append(
-            f"budget: {run['budget']} a kv head, {run['num_sinks']} sinks and {run['num_recent']} recent tokens among them, "
-            f"an event every {run['interval']} tokens"
-        )
+        lines[0] += "".join(f" {part}={run[part]}" for part in ("scorer", "allocator") if run[part] is not None)
+        lines.append(_budget(run))
     lines.append(
         f"{run['model']}, task={run['task']}, mode={run['mode']}, seed {run['seed']}, {summary['num_samples']} samples"
     )
     return Text("\n".join(lines), style="bold")
+
+
+def _budget(run: Mapping[str, Any]) -> str:
+    if run["num_sinks"] is None:
+        return f"budget: {run['budget']} a kv head, of the context, once"
+    if run["interval"] is None:
+        # Retrieval chooses anew at every step; how many recent tokens it reads may be settled when the prompt is there.
+        recent = "the" if run["num_recent"] is None else run["num_recent"]
+        return f"budget: {run['budget']} a kv head and step, {run['num_sinks']} sinks and {recent} newest tokens among them"
+    return (
+        f"budget: {run['budget']} a kv head, {run['num_sinks']} sinks and {run['num_recent']} recent tokens among them, "
+        f"an event every {run['interval']} tokens"
+    )
 
 
 def _cell(summary: Mapping[str, Any] | None, write: Callable[[float], str]) -> str:
@@ -125,4 +150,16 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
     if failed:
         reasons = "; ".join(f"{sample}: {reason}" for sample, reason in list(failed.items())[:3])
         found.append(Text(f"{len(failed)} samples failed and count in no metric ({reasons})", style="bold red"))
+    skipped = summary.get("skipped_records", ())
+    if skipped:
+        found.append(Text(f"{len(skipped)} malformed records were skipped, the first: {skipped[0]}", style="yellow"))
+    reused = summary["metrics"].get("dense_reused")
+    if reused is not None and reused["mean"]:
+        found.append(
+            Text(
+                "The dense model's side was read from an earlier run, with the speed it had then; reuse_dense=false runs it "
+                "side by side.",
+                style="dim",
+            )
+        )
     return found

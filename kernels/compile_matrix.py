@@ -151,7 +151,10 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
         yield "decode, output alone", decode(0, None, None)
         yield "decode, all options", decode(32, 50.0, new(_QUERY_HEADS))
 
-    yield "rows", lambda: compact_triton([key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)], slots, [None, -1])
+    aligned = [key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)]
+    yield "rows", lambda: compact_triton(aligned, slots, [None, -1])
+    kept = [new(*slots.shape, *x.shape[3:], dtype=x.dtype) for x in aligned]
+    yield "rows, new storage", lambda: compact_triton(aligned, slots, [0, -1], kept)
     yield "8 edges", lambda: _update(new, head_dim)
 
 

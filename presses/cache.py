@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvstitch.kernels.compact.api import compact
 from kvstitch.presses.queries import QueryMemory
+from kvstitch.presses.versions import length_after_crop, query_count
 from kvstitch.views import LayerView, Needs, Rotary
 
 
@@ -31,7 +33,7 @@ class Request:
         has_padding: whether any of them is padding.
         announced: True while a press stands behind the forward; stock attention then never sees compacted slots.
         in_prefill: True until the first single token after the prompt (a chunked prefill is not over before that).
-        decoded_tokens: tokens since the end of the prompt or the last compaction.
+        counted_from: logical length at the end of the prompt or at the last compaction; tokens after it count as decoded.
         num_events: compactions so far.
     """
 
@@ -39,8 +41,12 @@ class Request:
     has_padding: bool = False
     announced: bool = False
     in_prefill: bool = True
-    decoded_tokens: int = 0
+    counted_from: int = 0
     num_events: int = 0
+
+    def restart(self) -> None:
+        """As it was before the first token."""
+        vars(self).update(vars(Request()))
 
 
 class StitchLayer(CacheLayerMixin):
@@ -73,6 +79,7 @@ class StitchLayer(CacheLayerMixin):
         self.length = 0
         self.seen_tokens = 0
         self.evicted_at = 0
+        self._next_kept: Tensor | None = None
         self.has_empty = False
         self._had_padding = False
 
@@ -127,22 +134,21 @@ class StitchLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query: Tensor | int) -> tuple[int, int]:
-        """(slots that attention will see, offset that makes the stock causal mask right); 5.2 passes cache_position."""
-        count = query if isinstance(query, int) else query.shape[0]
-        return self.length + count, self.seen_tokens - self.length
+        """(slots that attention will see, offset that makes the stock causal mask right)."""
+        return self.length + query_count(query), self.seen_tokens - self.length
 
     @property
     def is_croppable(self) -> bool:
-        """transformers >= 5.20 asks before assisted decoding; an evicting cache must not be rolled back blindly."""
+        """Asked before assisted decoding; an evicting cache must not be rolled back blindly."""
         return False
 
     def crop(self, tokens: int) -> None:
-        """Remove tokens from the end: `-n` (and 0, nothing) in every version, a target length above 0 before 5.16.
+        """Remove tokens from the end: `-n`, or down to a length above 0 where this version of transformers says so.
 
         Raises:
-            RuntimeError: tokens older than the last eviction would have to come back.
+            RuntimeError: tokens older than the last eviction, or queries that a scorer needs, would have to come back.
         """
-        target = self.seen_tokens + tokens if tokens <= 0 else min(tokens, self.seen_tokens)
+        target = length_after_crop(tokens, self.seen_tokens)
         if target == self.seen_tokens:
             return
         if target < self.evicted_at or target < 0:
@@ -150,11 +156,15 @@ class StitchLayer(CacheLayerMixin):
                 f"cannot roll the cache back to {target} tokens: slots were evicted at {self.evicted_at} tokens and what "
                 "was evicted cannot be restored"
             )
+        if target == 0:
+            self.reset()
+            return
+        self.query_memory.require_nothing_forgotten()
         self._drop_index()
         removed = self.seen_tokens - target
-        self.query_memory.forget_newest(removed)
         self.length -= removed
         self.seen_tokens = target
+        self.request.counted_from = min(self.request.counted_from, target)
         # A slice would keep the removed tokens alive.
         self._storage = {name: tensor[:, :, : self.length].clone() for name, tensor in self._storage.items()}
         self.slot_state = {name: tensor[:, :, : self.length] for name, tensor in self.slot_state.items()}
@@ -172,7 +182,10 @@ class StitchLayer(CacheLayerMixin):
         self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def reset(self) -> None:
+        self._drop_index()
+        self.request.restart()
         fresh = StitchLayer(self.request, growth_tokens=self._growth_tokens)
+        fresh.owner = self.owner
         fresh.query_memory = self.query_memory.fresh()
         self.__dict__.update(fresh.__dict__)
 
@@ -204,6 +217,14 @@ class StitchLayer(CacheLayerMixin):
             return 0
         return sum(self._storage[name].untyped_storage().nbytes() for name in ("keys", "values"))
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values in slots that are not empty."""
+        if not self.is_initialized:
+            return 0
+        per_slot = sum(tensor.shape[-1] * tensor.element_size() for tensor in (self.keys, self.values))
+        return int((self.positions >= 0).sum()) * per_slot
+
     def view(self, scaling: float, rotary: Rotary | None, layer_idx: int, num_layers: int) -> LayerView:
         """What scorers and allocators may see of this layer now."""
         positions = self.positions
@@ -213,13 +234,18 @@ class StitchLayer(CacheLayerMixin):
             positions=positions,
             valid=positions >= 0,
             scaling=scaling,
-            next_position=positions.amax(dim=(1, 2)) + 1,
+            next_position=self.next_position(),
             layer_idx=layer_idx,
             num_layers=num_layers,
             queries=self.query_memory.window(),
             statistics=self.query_memory.statistics(),
             rotary=rotary,
         )
+
+    def next_position(self) -> Tensor:
+        """`[B]` int64 RoPE position of the token that comes next: how many tokens each row has seen, padding excluded."""
+        stored = self.positions.amax(dim=(1, 2)) + 1
+        return stored if self._next_kept is None else torch.maximum(stored, self._next_kept)
 
     def keep(self, slots: Tensor, state: dict[str, Tensor] | None = None, hidden: Tensor | None = None) -> None:
         """Keep only `slots` `[B, H, K]`, ascending in each head, -1 where a head or row keeps fewer than K.
@@ -228,16 +254,18 @@ class StitchLayer(CacheLayerMixin):
         the allocator wants carried along, aligned with `slots`. Slots marked in `hidden` `[B, H, K]` stay stored but
         count as empty from now on: nothing attends to them again.
         """
+        # The newest token may be among those that go.
+        self._next_kept = self.next_position()
         # K is what the fullest head keeps; columns that are empty in every head would be stored for nothing.
         most = int((slots >= 0).sum(dim=-1).max())
         slots = slots[..., :most]
-        empty = slots < 0 if hidden is None else (slots < 0) | hidden[..., :most]
-        source = slots.clamp(min=0)
-        rows = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
-        heads = torch.arange(slots.shape[1], device=slots.device)[None, :, None]
-        # Whole rows are indexed: a gather through an index expanded over D is several times slower.
-        self._storage = {name: tensor[rows, heads, source] for name, tensor in self._storage.items()}
-        self._storage["positions"].masked_fill_(empty, -1)
+        old = self._storage
+        self._storage = {name: tensor.new_empty(*slots.shape, *tensor.shape[3:]) for name, tensor in old.items()}
+        # Into storage of its own, not in place: what was evicted can only be given back with the storage that held it.
+        fills = [-1 if name == "positions" else None for name in old]
+        compact(list(old.values()), slots, fills, list(self._storage.values()))
+        if hidden is not None:
+            self._storage["positions"].masked_fill_(hidden[..., :most], -1)
         self.slot_state = {name: tensor[:, :, :most] for name, tensor in (state or {}).items()}
         self.length = slots.shape[2]
         self.evicted_at = self.seen_tokens
@@ -299,6 +327,7 @@ class StitchLayer(CacheLayerMixin):
         self._storage = {name: function(tensor) for name, tensor in self._storage.items()}
         self.slot_state = {name: function(tensor) for name, tensor in self.slot_state.items()}
         self._bias = None if self._bias is None else function(self._bias)
+        self._next_kept = None if self._next_kept is None else function(self._next_kept)
         self.query_memory.map_rows(function)
         if self.index is not None:
             self.index.map_rows(function)

@@ -1,6 +1,7 @@
 """Eviction: what is not kept is given back, every `interval` decoded tokens."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,10 +69,24 @@ class EvictionRun(Run):
     def __init__(self, press: EvictionPress, model: PreTrainedModel):
         growth_tokens = min(press.interval, _MOST_GROWTH_TOKENS)
         super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens)
-        press.scorer.check_model(self._facts.rotary, self._facts.num_layers, self._facts.num_kv_heads)
+        press.scorer.check_model(
+            self._facts.rotary, self._facts.num_layers, self._facts.num_query_heads, self._facts.num_kv_heads
+        )
+        if self._facts.bytes_per_slot is not None:
+            # Known before anything runs, so that a budget in bytes that buys nothing fails here and not while decoding.
+            press.budget.slots(
+                torch.zeros(1, dtype=torch.int64), self._facts.bytes_per_slot, press.allocator.num_sinks + 1
+            )
+        if self._facts.num_sliding_layers:
+            warnings.warn(
+                f"{self._facts.num_sliding_layers} of {self._facts.num_layers} layers of {type(model).__name__} have a sliding "
+                "window: they keep transformers' own cache and are left alone",
+                stacklevel=3,
+            )
         self.events: list[CompactionEvent] = []
         self.num_events = 0
         self.event_seconds = 0.0
+        self._said_nan = False
 
     @property
     def bound(self) -> bool:
@@ -83,7 +98,7 @@ class EvictionRun(Run):
         self._compact(self._request(), "request")
 
     def before_tokens(self, request: Request, count: int) -> None:
-        if not request.in_prefill and request.decoded_tokens >= self.press.interval:
+        if not request.in_prefill and self.seen_tokens - request.counted_from >= self.press.interval:
             self._compact(request, "interval")
 
     def after_prefill(self, request: Request) -> None:
@@ -92,12 +107,17 @@ class EvictionRun(Run):
 
     @torch.no_grad()
     def _compact(self, request: Request, reason: str) -> None:
-        request.decoded_tokens = 0
         layers = self.layers
+        if self.press.scorer.least_tokens > int(next(iter(layers.values())).next_position().min()):
+            return
+        request.counted_from = self.seen_tokens
         keep = self._keep(list(layers.values()))
+        if max(layer.length for layer in layers.values()) <= int(keep.min()):
+            return
         due = {}
-        for index, layer in layers.items():
-            layer_keep = self.press.allocator.layer_keep(keep, index, self._facts.num_layers)
+        # By rank among the layers that share the budget: sliding-window layers have none.
+        for rank, (index, layer) in enumerate(layers.items()):
+            layer_keep = self.press.allocator.layer_keep(keep, rank, len(layers))
             if layer.length > int(layer_keep.min()):
                 due[index] = (layer, layer_keep)
         if not due:
@@ -120,7 +140,7 @@ class EvictionRun(Run):
             view = layer.view(self._facts.attention[index].scaling, self._facts.rotary, index, self._facts.num_layers)
             views.append(view)
             scores.append(self.press.scorer.score(view))
-            _check_scores(self.press.scorer, scores[-1], view.valid)
+            self._check_scores(scores[-1], view.valid)
         layers, keeps = [layer for layer, _ in due.values()], [keep for _, keep in due.values()]
         selections = self.press.allocator.allocate_layers(views, scores, keeps, [layer.slot_state for layer in layers])
         shared_seconds = (time.perf_counter() - start) / len(due)
@@ -135,9 +155,19 @@ class EvictionRun(Run):
             )
         return events
 
+    def _check_scores(self, scores: Tensor, valid: Tensor) -> None:
+        name = type(self.press.scorer).__name__
+        if scores.shape != valid.shape or scores.dtype != torch.float32:
+            raise TypeError(
+                f"{name}.score must return float32 {tuple(valid.shape)} [B, H, T], got {scores.dtype} {tuple(scores.shape)}"
+            )
+        if not self._said_nan and bool((scores.isnan() & valid).any()):
+            self._said_nan = True
+            warnings.warn(f"{name} scored some tokens NaN; they count as the worst ones", stacklevel=2)
+
     def _keep(self, layers: list[StitchLayer]) -> Tensor:
         """`[B]` slots per kv head that each row may hold now; on the CPU, because it fixes shapes."""
-        seen = (layers[0].positions.amax(dim=(1, 2)) + 1).cpu()
+        seen = layers[0].next_position().cpu()
         itemsize = layers[0].keys.element_size()
         per_slot = sum(x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in layers) * itemsize
         return self.press.budget.slots(seen, per_slot, least=self.press.allocator.num_sinks + 1)
@@ -147,11 +177,3 @@ def _require_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, kind) else ""
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}{hint}")
-
-
-def _check_scores(scorer: Scorer, scores: Tensor, valid: Tensor) -> None:
-    if scores.shape != valid.shape or scores.dtype != torch.float32:
-        raise TypeError(
-            f"{type(scorer).__name__}.score must return float32 {tuple(valid.shape)} [B, H, T], got {scores.dtype} "
-            f"{tuple(scores.shape)}"
-        )

@@ -8,10 +8,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstitch.presses.rotary import UnsupportedModel, read_rotary, require_fixed_frequencies
+from kvstitch.presses.versions import cache_argument
 from kvstitch.views import Needs, Rotary
-
-# The argument that carries the cache through the decoder was renamed in transformers 5.24.
-CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,10 @@ class ModelFacts:
         attention: attention module of each full-attention layer, by layer index.
         rotary: the RoPE of those layers.
         num_layers: all decoder layers, sliding-window layers included.
+        num_query_heads: H * G.
         num_kv_heads: H.
+        bytes_per_slot: keys and values of one slot per kv head in all full-attention layers; None if the configuration
+            does not tell the size of a head.
         cache_argument: name under which the decoder takes its cache.
         argument_names: positional parameters of the decoder's forward.
     """
@@ -32,7 +33,9 @@ class ModelFacts:
     attention: dict[int, nn.Module]
     rotary: Rotary
     num_layers: int
+    num_query_heads: int
     num_kv_heads: int
+    bytes_per_slot: int | None
     cache_argument: str
     argument_names: tuple[str, ...]
 
@@ -71,16 +74,20 @@ def read_model(model: PreTrainedModel, needs: Needs) -> ModelFacts:
         raise UnsupportedModel(
             f"found no attention module with a scaling for layers {missing} of {type(decoder).__name__}"
         )
+    _refuse_latent_attention(model, modules[full[0]])
     if needs.rotary or needs.statistics:
         require_fixed_frequencies(decoder)
+        _require_rope_everywhere(model, config, {index: modules[index] for index in full})
     parameters = inspect.signature(type(decoder).forward).parameters
     return ModelFacts(
         decoder=decoder,
         attention={index: modules[index] for index in full},
         rotary=read_rotary(decoder, modules[full[0]], "full_attention"),
         num_layers=len(layers),
-        num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-        cache_argument=next((name for name in reversed(CACHE_ARGUMENTS) if name in parameters), CACHE_ARGUMENTS[0]),
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=_num_kv_heads(config),
+        bytes_per_slot=_bytes_per_slot(model, config, [modules[index] for index in full]),
+        cache_argument=cache_argument(parameters),
         argument_names=tuple(parameters)[1:],
     )
 
@@ -99,6 +106,39 @@ def _refuse_architecture(model: PreTrainedModel, config) -> None:
         )
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode: call model.eval() first, a press serves inference")
+
+
+def _refuse_latent_attention(model: PreTrainedModel, attention: nn.Module) -> None:
+    if any(hasattr(attention, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")):
+        raise UnsupportedModel(
+            f"{type(model).__name__} uses latent attention (MLA), whose heads are rotated in a part of their own: not supported"
+        )
+
+
+def _require_rope_everywhere(model: PreTrainedModel, config, attention: dict[int, nn.Module]) -> None:
+    """Scorers that turn vectors would turn those of layers that never were turned."""
+    plain = [index for index, module in attention.items() if getattr(module, "use_rope", True) in (False, 0)]
+    listed = getattr(config, "no_rope_layers", None) or []
+    plain += [index for index in attention if index < len(listed) and listed[index] in (False, 0)]
+    # These rotate in their sliding-window layers only, and say so nowhere.
+    if type(model).__name__.startswith(("Cohere2", "Exaone4")) and getattr(config, "sliding_window", None) is not None:
+        plain = list(attention)
+    if plain:
+        raise UnsupportedModel(
+            f"layers {sorted(set(plain))} of {type(model).__name__} have no RoPE, so vectors cannot be turned to other "
+            "positions there; use a scorer that reads attention (tova, snapkv) or keys (keydiff)"
+        )
+
+
+def _num_kv_heads(config) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _bytes_per_slot(model: PreTrainedModel, config, attention: list[nn.Module]) -> int | None:
+    sizes = [getattr(module, "head_dim", None) for module in attention]
+    if None in sizes:
+        return None
+    return 2 * sum(sizes) * _num_kv_heads(config) * model.dtype.itemsize
 
 
 def _is_attention(module: nn.Module) -> bool:

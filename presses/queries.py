@@ -81,17 +81,17 @@ class QueryMemory:
         if self._sums is not None:
             self._sums = tuple(function(tensor) for tensor in self._sums)
 
-    def forget_newest(self, count: int) -> None:
-        """Undo the last `count` tokens after a roll-back; their ring entries are marked empty, sums cannot be undone."""
-        if self._queries is None or count == 0:
-            return
-        if self._needs.statistics:
+    def require_nothing_forgotten(self) -> None:
+        """Refuse a roll-back: the ring has written over older queries, and sums hold the removed ones.
+
+        Raises:
+            RuntimeError: queries or sums are remembered.
+        """
+        if self._queries is not None:
             raise RuntimeError(
-                "query statistics cannot be rolled back: the scorer's sums already hold the removed tokens"
+                "the cache cannot be rolled back under a scorer or allocator that looks at queries: those before the removed "
+                "tokens are gone; copy the cache (copy.deepcopy) before what you want to undo"
             )
-        index = (self._next - 1 - torch.arange(min(count, self._size), device=self._positions.device)) % self._size
-        self._positions[:, index] = -1
-        self._next = (self._next - count) % self._size
 
     def _write(self, start: int, query: Tensor, positions: Tensor) -> None:
         self._queries[:, :, start : start + query.shape[2]] = query

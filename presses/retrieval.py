@@ -73,7 +73,7 @@ class RetrievalPress:
         if self.scorer is not None:
             require_type("scorer", self.scorer, Scorer)
         if self.budget.tokens is not None:
-            self._plan((self.budget.tokens,))
+            self.plan_for((self.budget.tokens,))
 
     def __call__(self, model: PreTrainedModel) -> RetrievalRun:
         """A context manager; its value is the run.
@@ -83,7 +83,12 @@ class RetrievalPress:
         """
         return RetrievalRun(self, model)
 
-    def _plan(self, budgets: tuple[int, ...]) -> ReadPlan:
+    def plan_for(self, budgets: tuple[int, ...]) -> ReadPlan:
+        """What each row may read, with so many slots a row.
+
+        Raises:
+            ValueError: a budget that does not hold sinks, window and one slot more.
+        """
         smallest = min(budgets)
         num_recent = self.num_recent or max(1, min(_MOST_RECENT, smallest // 4))
         least = self.num_sinks + num_recent + 1
@@ -97,4 +102,4 @@ class RetrievalPress:
     def plan(self, seen_tokens: Tensor, bytes_per_slot: int) -> ReadPlan:
         """What each row may read, with `[B]` tokens so far."""
         least = self.num_sinks + (self.num_recent or 1) + 1
-        return self._plan(tuple(self.budget.slots(seen_tokens.cpu(), bytes_per_slot, least).tolist()))
+        return self.plan_for(tuple(self.budget.slots(seen_tokens.cpu(), bytes_per_slot, least).tolist()))

@@ -30,6 +30,8 @@ def attend(
         if plain and reads.complete and query.device.type == "cpu":
             return SparseDecode(_unmasked(query, keys, values, reads.slots, scaling), None, None)
         return sparse_decode(query, keys, values, reads.slots, scaling, softcap, sink_logits, top_k, num_sinks)
+    if query.is_cuda and not top_k:
+        return SparseDecode(joined_with_rest(query, keys, values, reads, scaling, softcap, sink_logits), None, None)
     output, weights = _with_rest(query, keys, values, reads, scaling, softcap, sink_logits)
     if not top_k:
         return SparseDecode(output, None, None)
@@ -70,6 +72,34 @@ def attention_mass(
     weights = logits.softmax(dim=-1).view(batch, selections, query_heads // selections, -1)
     read = weights.gather(-1, slots.clamp(min=0)[:, :, None].expand(-1, -1, weights.shape[2], -1))
     return read.masked_fill((slots < 0)[:, :, None], 0).sum(dim=-1).flatten(1)
+
+
+def joined_with_rest(
+    query: Float[Tensor, "B Q 1 D"],
+    keys: Float[Tensor, "B H T D"],
+    values: Float[Tensor, "B H T D2"],
+    reads: Reads,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Float[Tensor, "B Q 1 D2"]:
+    """The chosen slots by `sparse_decode`, what stands in for the rest beside it, joined by their log-sum-exps.
+
+    One kernel reads keys and values where they lie, so on a GPU nothing is gathered; on a CPU one softmax over both is
+    faster.
+    """
+    slots, rest = reads.slots, reads.rest
+    batch, selections = slots.shape[:2]
+    near = sparse_decode(query, keys, values, slots, scaling, softcap, sink_logits, return_logsumexp=True)
+    logits = rest.scores * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + rest.log_counts[:, :, None]
+    near_logits = near.logsumexp.view(batch, selections, -1, 1)
+    share = torch.cat((near_logits, logits.to(near_logits.dtype)), dim=-1).softmax(dim=-1)
+    output = share[..., :1] * near.output.view(batch, selections, share.shape[2], -1)
+    output = output + share[..., 1:] @ rest.values.to(share.dtype)
+    return output.to(query.dtype).view(batch, query.shape[1], 1, -1)
 
 
 def _with_rest(

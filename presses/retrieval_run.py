@@ -31,8 +31,7 @@ class RetrievalRun(Run):
         self.events: list[IndexEvent] = []
         self.num_events = 0
         self.num_sparse_steps = 0
-        workers = press.workers if press.workers is not None else len(os.sched_getaffinity(0))
-        self._background = Background(workers)
+        self._background = Background(_cores() if press.workers is None else press.workers)
         self._observe_seconds = self._observe_total = 0.0
         self._said_dense = False
         self._indexed = [index for index in self._facts.attention if index >= press.dense_layers]
@@ -78,16 +77,21 @@ class RetrievalRun(Run):
     # -- while the prompt is read -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> None:
+    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> Tensor | None:
         if index < self.press.dense_layers:
-            return
+            return None
         start = time.perf_counter()
         state = self._state(index, layer)
-        state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
+        out = None
+        if _may_attend_while_observing(query, layer):
+            out = state.index.attend(query, layer.keys, layer.values, layer.positions)
+        if out is None:
+            state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
         state.length, state.stale = layer.length, True
         seconds = time.perf_counter() - start
         self._observe_seconds += seconds
         self._observe_total += seconds
+        return out
 
     def _state(self, index: int, layer: StitchLayer) -> IndexedLayer:
         if layer.index is None:
@@ -194,6 +198,17 @@ class RetrievalRun(Run):
                 mass = attention_mass(query, layer.keys, layer.bias, reads.slots, scaling, **extras)
             self.press.on_read(_read_event(index, layer, reads, mass))
         return result.output
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _may_attend_while_observing(query: Tensor, layer: StitchLayer) -> bool:
+    """On a GPU one kernel finds edges and output. On a CPU the user's own attention is faster than what shares its work
+    with the search for edges, and it is the only one that knows how to mask what stands between a row's tokens."""
+    return query.is_cuda and not layer.has_empty and layer.values.shape[-1] == query.shape[-1]
 
 
 def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | None) -> ReadEvent:

@@ -1,5 +1,6 @@
 """A press at work on one model: hooks, attention function, cache; everything touched is restored on exit."""
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from kvstitch.presses.attention import chunk_attention, decode_attention
 from kvstitch.presses.cache import Request, StitchLayer
-from kvstitch.presses.model import CACHE_ARGUMENTS, read_model
+from kvstitch.presses.model import read_model
+from kvstitch.presses.versions import passed_cache
 from kvstitch.views import Needs, Rotary
 
 _NAME_PREFIX = "kvstitch_"
@@ -54,6 +56,15 @@ class Run:
     def stored_bytes(self) -> int:
         """Bytes of the storage behind all keys and values of the compressed layers, room for growth included."""
         return sum(layer.stored_bytes for layer in self._layers())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values that can still be attended to.
+
+        Less than `stored_bytes` by the room for growth and by slots that are stored but empty: padding, and heads or rows
+        that keep fewer than the fullest one (`HeadAdaptive`).
+        """
+        return sum(layer.kept_bytes for layer in self._layers())
 
     @property
     def num_layers(self) -> int:
@@ -144,13 +155,18 @@ class Run:
         had_own = "generate" in vars(self.model)
 
         def guarded(*args, **kwargs):
-            config = kwargs.get("generation_config") or self.model.generation_config
+            given = _arguments_of(generate, args, kwargs)
+            config = given.get("generation_config") or self.model.generation_config
             for option in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
-                if kwargs.get(option, getattr(config, option, None)) is not None:
+                if given.get(option, getattr(config, option, None)) is not None:
                     raise NotImplementedError(
                         f"assisted decoding ({option}) rolls the cache back, which eviction cannot undo; generate without it"
                     )
-            implementation = kwargs.get("cache_implementation", config.cache_implementation)
+            if given.get("use_cache", config.use_cache) is False:
+                raise NotImplementedError(
+                    "use_cache=False keeps nothing that a press could compress; leave it out, or generate without the press"
+                )
+            implementation = given.get("cache_implementation", config.cache_implementation)
             if implementation not in (None, "dynamic", "dynamic_full"):
                 raise NotImplementedError(
                     f"cache_implementation={implementation!r} cannot be compacted; leave it out, the press needs a dynamic cache"
@@ -172,7 +188,7 @@ class Run:
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = dict(zip(self._facts.argument_names, args)) | kwargs
-        cache = next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+        cache = passed_cache(arguments)
         use_cache = arguments.get("use_cache")
         if not (decoder.config.use_cache if use_cache is None else use_cache) and cache is None:
             self._cache = None
@@ -183,7 +199,12 @@ class Run:
         request = self._admit(cache)
         tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         self._advance(request, tokens.shape[1])
-        self._announce(request, tokens, arguments.get("attention_mask"), arguments.get("position_ids"))
+        mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
+        if position_ids is None:
+            position_ids = self._position_ids(tokens, mask)
+            if "position_ids" in self._facts.argument_names:
+                arguments["position_ids"] = position_ids
+        self._announce(request, tokens, mask, position_ids)
         layers = self._layers()
         self._use_stock = tokens.shape[1] > 1 and not any(layer.was_compacted for layer in layers)
         return (), arguments
@@ -232,22 +253,27 @@ class Run:
         if request.in_prefill and count == 1 and self.seen_tokens > 0:
             self.end_prefill()
         self.before_tokens(request, count)
-        if not request.in_prefill:
-            request.decoded_tokens += count
 
     def end_prefill(self) -> None:
         """Say that the prompt is complete; a single new token says it too. Needed only before teacher-forced chunks."""
         request = self._request()
         if request.in_prefill:
             request.in_prefill = False
+            request.counted_from = self.seen_tokens
             self.after_prefill(request)
 
-    def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
+    def _position_ids(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """`[B, N]` as `generate` makes them: padding does not count, so that a row is what it would be alone."""
+        start, count = self.seen_tokens, tokens.shape[1]
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != start + count:
+            return torch.arange(start, start + count, device=tokens.device)[None].expand(tokens.shape[0], -1)
+        # The sum of a row and not its running sum: a decoded token must not cost a tensor as long as the cache.
+        earlier = mask[:, :start].sum(dim=-1, keepdim=True)
+        return (earlier + mask[:, start:].cumsum(dim=-1) - 1).clamp(min=0).to(tokens.device)
+
+    def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor) -> None:
         """Tell the layers which positions arrive, so that they know them without a look at the model's arguments."""
         batch, count = tokens.shape[:2]
-        if position_ids is None:
-            start = self.seen_tokens
-            position_ids = torch.arange(start, start + count, device=tokens.device)[None]
         if position_ids.dim() != 2:
             raise NotImplementedError(
                 f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]"
@@ -279,7 +305,9 @@ class Run:
         layer = self._cache.layers[index]
         layer.query_memory.remember(query, layer.request.positions)
         if query.shape[2] > 1:
-            self.observe_chunk(index, layer, query)
+            out = self.observe_chunk(index, layer, query)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
         if self._use_stock:
             stock = self._user_function(module)
             return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -291,8 +319,11 @@ class Run:
             out = chunk_attention(query, key, value, layer.bias, scaling, **extras)
         return out.transpose(1, 2).contiguous(), None
 
-    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> None:
-        """Called with the queries `[B, Q, N, D]` of every forward of several tokens; their keys are in the layer."""
+    def observe_chunk(self, index: int, layer: StitchLayer, query: Tensor) -> Tensor | None:
+        """Called with the queries `[B, Q, N, D]` of every forward of several tokens; their keys are in the layer.
+
+        Returns: the attention's output `[B, Q, N, D]`, if looking at the queries gives it; None: it is still to be done.
+        """
 
     def decode(self, index: int, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
         """Attention of one new token, `[B, Q, 1, D]`; presses that read a part of the cache override it."""
@@ -326,6 +357,12 @@ class Run:
         if self._cache is None:
             raise RuntimeError("nothing has run through the model yet")
         return self._layers()[0].request
+
+
+def _arguments_of(function: Callable, args: tuple, kwargs: dict) -> dict:
+    """What was passed, by name, however it was passed."""
+    bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    return bound | bound.pop("kwargs", {})
 
 
 def _refuse_cache(cache: Cache) -> None:

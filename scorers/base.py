@@ -21,7 +21,12 @@ class Scorer(ABC):
         """What the view must contain; read once, when the press is built."""
         return Needs()
 
-    def check_model(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a row must have seen before its scores mean anything; a compaction that is due earlier waits."""
+        return 0
+
+    def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most serve any)
         """Raise `ValueError` if this scorer cannot serve the model; asked once, before anything runs."""
 
     @abstractmethod

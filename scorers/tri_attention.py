@@ -16,6 +16,9 @@ from kvstitch.views import LayerView, Needs, QueryStatistics, Rotary
 
 AGGREGATES = ("mean", "max")
 
+# Sixteen queries besides the first four tokens, which the statistics leave out.
+_LEAST_QUERIES = 20
+
 
 @dataclass(frozen=True)
 class TriAttention(Scorer):
@@ -67,10 +70,14 @@ class TriAttention(Scorer):
         alone = self.statistics is not None and self.shrinkage_tokens is None and self.statistics.complete
         return Needs(statistics=not alone, rotary=True)
 
-    def check_model(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+    @property
+    def least_tokens(self) -> int:
+        return _LEAST_QUERIES if self.needs.statistics and self.statistics is None else 0
+
+    def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Offline statistics must be those of a model of this shape and RoPE."""
         if self.statistics is not None:
-            self.statistics.check(rotary, num_layers, num_kv_heads)
+            self.statistics.check(rotary, num_layers, num_query_heads, num_kv_heads)
 
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:
         """A z-score (mean 0 and deviation 1 per query head, before the group); 0 for all while no query is known."""
@@ -110,7 +117,7 @@ class TriAttention(Scorer):
         if self.statistics is None:
             return _own_model(view.statistics, self.debias)
         batch, heads = view.keys.shape[:2]
-        self.check_model(view.rotary, view.num_layers, heads)
+        self.check_model(view.rotary, view.num_layers, self.statistics.mean.shape[1], heads)
         mean, modulus, covered = self.statistics.layer(view.layer_idx, view.keys.device)
         if not self.needs.statistics:
             return mean.expand(batch, -1, -1), modulus.expand(batch, -1, -1)

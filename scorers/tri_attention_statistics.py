@@ -76,14 +76,14 @@ class TriAttentionStatistics:
         covered = (self.count[layer_idx] != 0)[None, :, None]
         return self.mean[layer_idx].to(device)[None], self.modulus[layer_idx].to(device)[None], covered.to(device)
 
-    def check(self, rotary: Rotary, num_layers: int, num_kv_heads: int) -> None:
+    def check(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Raise `ValueError` unless the statistics can belong to the live model."""
         layers, heads, frequencies = self.mean.shape
         source = f"statistics of {self.model!r}" if self.model else "statistics"
-        if layers != num_layers or heads % num_kv_heads:
+        if layers != num_layers or heads != num_query_heads or heads % num_kv_heads:
             raise ValueError(
-                f"{source} cover {layers} layers of {heads} query heads, the model has {num_layers} layers and "
-                f"{num_kv_heads} kv heads; calibrate this model"
+                f"{source} cover {layers} layers of {heads} query heads, the model has {num_layers} layers of "
+                f"{num_query_heads} query heads and {num_kv_heads} kv heads; calibrate this model"
             )
         if self.interleaved != rotary.interleaved:
             raise ValueError(

@@ -2,6 +2,7 @@
 
     python scripts/bench.py bench=retrieval
     python scripts/bench.py bench=event bench.rounds=31
+    python scripts/bench.py bench=kernels
 
 A benchmark is a class whose `run()` returns rows: dicts of plain values, those of one `kind` with the same keys.
 """
@@ -22,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from run import CONFIGS, guarded
 
+from kvstitch.evaluation.records import RunError
+
 
 def bench(config: DictConfig) -> None:
     """Run the benchmark that was chosen, and show what it found."""
@@ -29,9 +32,13 @@ def bench(config: DictConfig) -> None:
     plain = OmegaConf.to_container(config.bench, resolve=True, throw_on_missing=True)
     rows = instantiate(plain, _convert_="all").run()
     console = Console()
-    for kind, same in groupby(rows, key=lambda row: row.get("kind", name)):
+    kind_of = lambda row: row.get("kind", name)
+    for kind, same in groupby(sorted(rows, key=kind_of), key=kind_of):
         console.print(_table(kind, list(same)))
     print(json.dumps({"bench": name, "machine": _machine(), "rows": rows}))
+    red = [row["operator"] for row in rows if not row.get("passed", True)]
+    if red:
+        raise RunError(f"not timed, because they are wrong on this machine: {', '.join(red)}")
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:

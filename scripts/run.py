@@ -1,9 +1,10 @@
 """Evaluate one way to compress a KV cache on one task, next to the dense model on the same samples.
 
     python scripts/run.py press=ams scorer=tova budget=256
+    python scripts/run.py -m press=ams,topk scorer=tova,keydiff budget=64,128,256
     python scripts/run.py --help
 
-The same command resumes an interrupted run and shows a finished one.
+The same command resumes an interrupted run or sweep and shows a finished one.
 """
 
 import os
@@ -11,54 +12,137 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra_errors import explain
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from hydra_errors import explain, nearest
+from hydra_plugins.kvstitch_ray import RayLauncher
+from hydra_plugins.kvstitch_sweeper import TableSweeper
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from sweep import DONE, FAILED, NOT_RUN, ON_ERROR, READ, RUNNING, SweepFolder
 
 from kvstitch.evaluation.records import METRICS, RunError, RunFolder, folder_name
 from kvstitch.evaluation.table import print_table
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DENSE = ".dense"
 
 
-def run(config: DictConfig) -> None:
-    """One run, from the composed configuration to the table."""
+class Job(NamedTuple):
+    """One run that was asked for: its resolved configuration, the names of the chosen options, where it is written, and
+    where what the dense model gave is shared with other runs."""
+
+    plain: dict[str, Any]
+    choices: dict[str, str]
+    folder: RunFolder
+    dense_folder: Path | None
+
+
+def compose_job(config: DictConfig) -> Job:
+    """What a composed configuration asks for.
+
+    Raises:
+        RunError: a part is missing.
+    """
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     choices = dict(HydraConfig.get().runtime.choices)
     _require_parts(plain)
-    # Where a run is written does not change what it is.
-    output_dir = Path(plain.pop("output_dir"))
+    # Where a run is written, what follows its failure and who computed the dense side do not change what it is.
+    output_dir, on_error, reuse_dense = Path(plain.pop("output_dir")), plain.pop("on_error"), plain.pop("reuse_dense")
+    if on_error not in ON_ERROR:
+        raise RunError(
+            f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}{nearest(str(on_error), ON_ERROR)}"
+        )
     folder = RunFolder(output_dir / folder_name(readable(plain, choices), plain))
-    metrics = folder.read_json(METRICS)
+    return Job(plain, choices, folder, output_dir / DENSE if reuse_dense else None)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Do what the run folder lacks; returns the content of `metrics.json`.
+
+    Raises:
+        RunError: samples failed; the others are evaluated and recorded.
+    """
+    metrics = job.folder.read_json(METRICS)
     if metrics is None:
         # Here and not above: torch and transformers take seconds, which a typo or a finished run should not cost.
         from run_job import evaluate
 
-        metrics = evaluate(plain, choices, folder)
-    else:
+        metrics = evaluate(*job)
+    _draw(job.folder)
+    return metrics
+
+
+def single(config: DictConfig) -> None:
+    """One run, from the composed configuration to the table."""
+    job = compose_job(config)
+    if (job.folder.path / METRICS).exists():
         print("this run is finished already; its results:", file=sys.stderr)
-    _draw(folder)
+    try:
+        metrics = run(job)
+    except Exception as error:
+        if job.folder.path.exists() and explain(error, CONFIGS, sys.argv[1:]) is None:
+            job.folder.write_error(_full_story(error))
+        raise
     print_table(metrics, Console())
-    print(f"run folder: {folder}")
-    if metrics["failed_samples"]:
-        raise RunError(f"{len(metrics['failed_samples'])} of {metrics['num_samples']} samples failed, see {folder}")
+    print(f"run folder: {job.folder}")
+    _require_measured(metrics, job.folder)
+    job.folder.clear_error()
+
+
+def one_of_sweep(config: DictConfig) -> None:
+    """One job of a sweep, perhaps in a process of its own; how it went goes into a file, never up to the launcher."""
+    hydra_config = HydraConfig.get()
+    # Workers of a cluster start elsewhere; what is shared is the file system.
+    os.chdir(hydra_config.runtime.cwd)
+    sweep, number = SweepFolder(Path(hydra_config.sweep.dir)), hydra_config.job.num
+    if config.on_error == "stop" and sweep.any_failed():
+        sweep.write(number, NOT_RUN)
+        return
+    sweep.write(number, RUNNING)
+    job = None
+    try:
+        job = compose_job(config)
+        sweep.write(number, RUNNING, str(job.folder))
+        state = READ if (job.folder.path / METRICS).exists() else DONE
+        _require_measured(run(job), job.folder)
+        job.folder.clear_error()
+        sweep.write(number, state, str(job.folder))
+    except Exception as error:
+        reason = explain(error, CONFIGS, list(hydra_config.overrides.task)) or f"{type(error).__name__}: {error}"
+        print(f"job {number} failed: {reason}", file=sys.stderr)
+        folder = None if job is None else str(job.folder)
+        sweep.write(number, FAILED, folder, reason)
+        if job is not None:
+            job.folder.write_error(f"{reason}\n\n{_full_story(error)}")
 
 
 def readable(plain: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """What the run folder's name says about the run."""
     names = [choices["task"], choices["press"]]
-    return names if choices["press"] == "dense" else [*names, choices.get("scorer") or "", str(plain["budget"])]
+    return (
+        names
+        if choices["press"] == "dense"
+        else [*names, choices.get("scorer") or choices.get("allocator") or "", str(plain["budget"])]
+    )
 
 
 def _require_parts(plain: Mapping[str, Any]) -> None:
     for group in ("model", "task", "press"):
-        if not plain.get(group):
+        # What every task has in common is there without a task, too.
+        if "_target_" not in (plain.get(group) or {}):
             valid = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
             raise RunError(f"a run needs a {group}: add {group}=<choice>, one of {', '.join(valid)}")
+
+
+def _require_measured(metrics: Mapping[str, Any], folder: RunFolder) -> None:
+    failed = metrics["failed_samples"]
+    if failed:
+        raise RunError(f"{len(failed)} of {metrics['num_samples']} samples failed ({', '.join(failed)}), see {folder}")
 
 
 def _draw(folder: RunFolder) -> None:
@@ -75,6 +159,10 @@ def _draw(folder: RunFolder) -> None:
         print(f"{target.name} is not drawn: it needs matplotlib, pip install 'kvstitch[plots]'", file=sys.stderr)
 
 
+def _full_story(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
 def guarded(action: Callable[[], None], config_name: str = "run") -> int:
     """Exit status of an action: 0 done, 1 refused or failed. An error of the user's gets one message, a bug its traceback."""
     try:
@@ -89,16 +177,29 @@ def guarded(action: Callable[[], None], config_name: str = "run") -> int:
     return 0
 
 
+def _prepare_workers() -> None:
+    """Processes that a launcher starts find the modules beside this one; Hydra finds its plugins among them."""
+    here = str(Path(__file__).resolve().parent)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if here not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *paths])
+    for plugin in (TableSweeper, RayLauncher):
+        Plugins.instance().register(plugin)
+
+
 def main() -> int:
     """Exit status: 0 done, 1 refused or failed, 130 interrupted."""
     # Hydra would print its own account of an exception and exit; it reads this when one comes.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    _prepare_workers()
     statuses: list[int] = []
 
-    # Errors are dealt with inside the job, so that those of one job of a sweep do not keep the others from running.
     @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="run")
     def job(config: DictConfig) -> None:
-        statuses.append(guarded(lambda: run(config)))
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            one_of_sweep(config)
+        else:
+            statuses.append(guarded(lambda: single(config)))
 
     try:
         return max([guarded(job), *statuses])

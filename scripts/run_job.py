@@ -1,24 +1,31 @@
 """The part of a run that needs torch: builds what the configuration names and evaluates it."""
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from kvstitch.evaluation.environment import recorded_session
+from kvstitch.evaluation.kvpress_rows import KVPressBaseline
 from kvstitch.evaluation.progress import Progress
 from kvstitch.evaluation.records import RunFolder
 from kvstitch.evaluation.runner import Evaluation, run_evaluation
+from kvstitch.presses import RetrievalPress
 
 
-def evaluate(plain: Mapping[str, Any], choices: Mapping[str, str], folder: RunFolder) -> dict[str, Any]:
+def evaluate(
+    plain: Mapping[str, Any], choices: Mapping[str, str], folder: RunFolder, dense_folder: Path | None = None
+) -> dict[str, Any]:
     """Do what the run folder lacks.
 
     Args:
         plain: the resolved configuration, without what does not change the result.
         choices: name of the chosen option of each group.
         folder: of this run.
+        dense_folder: see `run_evaluation`.
 
     Returns:
         The content of `metrics.json`.
@@ -30,7 +37,8 @@ def evaluate(plain: Mapping[str, Any], choices: Mapping[str, str], folder: RunFo
         try:
             with recorded_session(folder, evaluation.seed):
                 labels = describe(plain, choices, evaluation)
-                return run_evaluation(evaluation, lambda: instantiate(plain["model"]), folder, labels, progress)
+                load_model = partial(instantiate, plain["model"])
+                return run_evaluation(evaluation, load_model, folder, labels, progress, dense_folder)
         except KeyboardInterrupt:
             progress.note(f"interrupted: finished samples are kept in {folder}; the same command goes on from there")
             raise
@@ -38,9 +46,11 @@ def evaluate(plain: Mapping[str, Any], choices: Mapping[str, str], folder: RunFo
 
 def build(plain: Mapping[str, Any]) -> Evaluation:
     """Everything but the model, so that a wrong value is refused before anything is loaded or written."""
-    parts = {name: instantiate(plain[name], _convert_="all") for name in ("press", "task", "sampling")}
-    values = {name: plain[name] for name in ("mode", "interval", "speed_tokens", "seed")}
-    return Evaluation(**parts, **values)
+    task = dict(plain["task"])
+    values = {name: task.pop(name) for name in ("shard", "num_shards")}
+    values |= {name: plain[name] for name in ("mode", "interval", "decode_tokens", "speed_tokens", "seed")}
+    parts = {"press": plain["press"], "task": task, "sampling": plain["sampling"]}
+    return Evaluation(**{name: instantiate(part, _convert_="all") for name, part in parts.items()}, **values)
 
 
 def describe(plain: Mapping[str, Any], choices: Mapping[str, str], evaluation: Evaluation) -> dict[str, Any]:
@@ -49,12 +59,18 @@ def describe(plain: Mapping[str, Any], choices: Mapping[str, str], evaluation: E
     labels: dict[str, Any] = {name: choices[name] for name in ("press", "task")}
     labels["model"] = plain["model"].get("name", choices["model"])
     labels |= {name: plain[name] for name in ("mode", "interval", "seed", "speed_tokens")}
+    if isinstance(press, RetrievalPress | KVPressBaseline):
+        labels["interval"] = None
     if press is None:
         return labels | dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
+    if isinstance(press, KVPressBaseline):
+        theirs = {"scorer": press.name, "allocator": None, "num_sinks": None, "num_recent": None}
+        return labels | theirs | {"budget": str(press.budget)}
+    protecting = press if isinstance(press, RetrievalPress) else press.allocator
     return labels | {
         "scorer": choices["scorer"],
         "allocator": choices["allocator"],
         "budget": str(press.budget),
-        "num_sinks": press.allocator.num_sinks,
-        "num_recent": press.allocator.num_recent,
+        "num_sinks": protecting.num_sinks,
+        "num_recent": protecting.num_recent,
     }

@@ -144,6 +144,16 @@ class LayerIndex(ABC):
             has_empty: whether any slot is.
         """
 
+    def attend(
+        self,
+        query: Float[Tensor, "B Q N D"],
+        keys: Float[Tensor, "B H T D"],
+        values: Float[Tensor, "B H T D"],
+        positions: Int64[Tensor, "B H T"],
+    ) -> Float[Tensor, "B Q N D"] | None:
+        """`observe` where no slot is empty, and the attention's output, which costs little beside; None: not done."""
+        return None
+
     def prepare(self) -> None:  # noqa: B027
         """Starts what `build` will wait for; called for all layers before the first `build`."""
 

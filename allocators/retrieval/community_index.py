@@ -76,8 +76,14 @@ class CommunityIndex(RegionIndex):
     # -- while the prompt is read -----------------------------------------------------------------------------------
 
     def observe(self, query, keys, positions, has_empty):
-        frame = self.frame
-        self._edges.observe(query, keys, positions, has_empty, frame.scaling, frame.softcap, frame.sink_logits)
+        self._observe(query, keys, positions, has_empty, None)
+
+    def attend(self, query, keys, values, positions):
+        return self._observe(query, keys, positions, False, values)
+
+    def _observe(self, query, keys, positions, has_empty, values):
+        model = (self.frame.scaling, self.frame.softcap, self.frame.sink_logits)
+        output = self._edges.observe(query, keys, positions, has_empty, *model, values)
         if self._geometry is not None:
             self._geometry.observe(query, positions)
         self._num_observed += 1
@@ -86,6 +92,7 @@ class CommunityIndex(RegionIndex):
             # Most prompts come in one piece. After a second one there is no telling which is the last, and work that
             # the next would make void is not begun.
             self.prepare()
+        return output
 
     def prepare(self):
         if self._jobs is None and not self._edges.is_empty:

@@ -10,7 +10,7 @@ from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.base import DecodeStep
-from kvstitch.kernels.topk_attention.api import topk_edges
+from kvstitch.kernels.topk_attention.api import TopKEdges, topk_attention, topk_edges
 
 AGGREGATIONS = ("query_group", "per_head", "per_layer")
 
@@ -53,14 +53,19 @@ class EdgeStore:
         scaling: float | int,
         softcap: float | None,
         sink_logits: Tensor | None,
-    ) -> None:
-        """Adds the edges of the queries of the last N slots."""
+        values: Float[Tensor, "B H T D2"] | None = None,
+    ) -> Float[Tensor, "B Q N D2"] | None:
+        """Adds the edges of the queries of the last N slots; with `values`, returns the output of their attention."""
         aggregation = "per_head" if self.aggregation == "per_head" else "query_group"
         first = (positions[:, 0] < 0).long().cumprod(dim=-1).sum(dim=-1) if has_empty else None
-        edges = topk_edges(
-            query, keys, scaling, self.top_k, self._num_sinks, aggregation, "exact", first, softcap, sink_logits
-        )
+        options = (scaling, self.top_k, self._num_sinks, aggregation, "exact", first, softcap, sink_logits)
+        if values is None:
+            output, edges = None, topk_edges(query, keys, *options)
+        else:
+            output, *lists = topk_attention(query, keys, values, *options)
+            edges = TopKEdges(*lists)
         self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), edges.weights)
+        return output
 
     def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor) -> None:
         """Edges from positions `queries` to positions `keys` `[B, U, N, k]`; -1 for none."""

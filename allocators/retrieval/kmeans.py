@@ -51,8 +51,8 @@ def _lloyd(keys: Float32[Tensor, "N D"], means: Float32[Tensor, "C D"], steps: i
 
 def _nearest(keys: Tensor, means: Tensor, block: int = 4096) -> Tensor:
     # |k - m|^2 is smallest where k.m - |m|^2 / 2 is largest; blocks bound the memory.
-    half_norms = means.square().sum(dim=1) / 2
-    return torch.cat([(part @ means.T - half_norms).argmax(dim=1) for part in keys.split(block)])
+    offsets = means.square().sum(dim=1) / -2
+    return torch.cat([torch.addmm(offsets, part, means.T).argmax(dim=1) for part in keys.split(block)])
 
 
 def _means(keys: Tensor, labels: Tensor, old: Tensor) -> Tensor:

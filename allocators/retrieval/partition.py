@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from graspologic_native import leiden_csr
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
@@ -13,6 +12,7 @@ _SIZE_EXPONENT = -0.65
 # A resolution of tokens / 128 gave regions of about this many tokens on the same texts.
 _TYPICAL_TOKENS, _TOKENS_PER_RESOLUTION = 17, 128
 _SIZE_TOLERANCE = 1.5
+_FLATTEST = -0.3
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ def leiden(graph: csr_matrix, resolution: float | int, seed: int, iterations: in
     labels = np.arange(nodes)
     if graph.nnz == 0:
         return Communities(labels, resolution, 0.0)
+    # Here and not above: presses work, and kernels are timed, where there is no Leiden.
+    from graspologic_native import leiden_csr
+
     modularity, found = leiden_csr(
         graph.indptr.astype(np.int64),
         graph.indices.astype(np.int32),
@@ -64,13 +67,14 @@ def leiden_of_size(
 ) -> Communities:
     """Communities of a resolution at which the median token sees about `target_tokens` in its own.
 
-    Starts from what the number of tokens suggests and corrects by the usual slope, until the size is within a factor
-    of 1.5 or `attempts` runs are spent.
+    Starts from what the number of tokens suggests and corrects by the usual slope, then by the slope between the last
+    two runs, until the size is within a factor of 1.5 or `attempts` runs are spent.
     """
     linked = np.diff(graph.indptr) > 0
     resolution = max(int(linked.sum()), 1) / _TOKENS_PER_RESOLUTION
     resolution *= (target_tokens / _TYPICAL_TOKENS) ** (1 / _SIZE_EXPONENT)
     best, best_error = None, np.inf
+    last: tuple[float, float] | None = None
     for _ in range(attempts):
         found = leiden(graph, resolution, seed, iterations)
         seen = median_size_seen(found.labels, linked)
@@ -79,8 +83,17 @@ def leiden_of_size(
             best, best_error = found, error
         if error <= np.log(_SIZE_TOLERANCE):
             break
-        resolution *= (target_tokens / seen) ** (1 / _SIZE_EXPONENT)
+        exponent = _SIZE_EXPONENT if last is None else _exponent(last, (resolution, seen))
+        last = resolution, seen
+        resolution *= (target_tokens / seen) ** (1 / exponent)
     return best
+
+
+def _exponent(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Slope of size seen against resolution on log scales between two runs; the usual one where they do not tell."""
+    slope = np.log(second[1] / first[1]) / np.log(second[0] / first[0])
+    # Flatter than this the next step would leave the range in which the slope was seen.
+    return min(slope, _FLATTEST) if slope < 0 else _SIZE_EXPONENT
 
 
 def median_size_seen(labels: np.ndarray, counted: np.ndarray) -> float:

@@ -74,9 +74,8 @@ class Partitioning:
         graph = attention_graph(number[query[inside]], number[key[inside]], weight[inside], count, self.direct_weight)
         degrees = np.asarray(graph.sum(axis=1)).ravel()
         found = self._leiden(graph)
-        communities = capped(found.labels, degrees, count // self.min_mean_tokens, self.run_tokens)
         labels, all_degrees = np.full(len(nodes), -1, np.int64), np.zeros(len(nodes))
-        labels[nodes] = self._replaced(graph, communities, count)
+        labels[nodes] = self._replaced(graph, self._capped(found.labels, degrees), degrees)
         all_degrees[nodes] = degrees
         num_leiden = int(found.labels.max(initial=-1)) + 1
         coarse = tuple(self._coarser(graph, labels[nodes], nodes))
@@ -103,11 +102,14 @@ class Partitioning:
             return leiden_of_size(graph, self.target_tokens, self.seed, self.iterations)
         return leiden(graph, self.resolution, self.seed, self.iterations)
 
-    def _replaced(self, graph, communities: np.ndarray, count: int) -> np.ndarray:
+    def _capped(self, labels: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+        return capped(labels, degrees, len(labels) // self.min_mean_tokens, self.run_tokens)
+
+    def _replaced(self, graph: csr_matrix, communities: np.ndarray, degrees: np.ndarray) -> np.ndarray:
         """Leiden's communities, or what the ablation puts in their place; "kmeans" needs keys and is done elsewhere."""
-        num = int(communities.max(initial=-1)) + 1
+        num, count = int(communities.max(initial=-1)) + 1, len(communities)
         if self.partition == "connected_components":
-            return components(graph)
+            return self._capped(components(graph), degrees)
         if self.partition == "top_k_neighbourhoods":
             return neighbourhoods(graph, num)
         if self.partition == "chunks":

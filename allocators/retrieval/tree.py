@@ -109,7 +109,7 @@ def score_columns(
     return rows @ gathered.transpose(2, 3) + own_bias.masked_fill_(ids < 0, -torch.inf)[:, :, None]
 
 
-def build_levels(store: RegionStore, parents: list[Int64[Tensor, "B U C"]]) -> list[Level]:
+def build_levels(store: RegionStore, parents: list[Int64[Tensor, "B U _"]]) -> list[Level]:
     """Levels from the parent of each region, then the parent of each parent, …; columns must be sorted by all of them.
 
     Args:
@@ -135,7 +135,7 @@ def build_levels(store: RegionStore, parents: list[Int64[Tensor, "B U C"]]) -> l
 
 def sorted_by_parent(
     labels: Int64[Tensor, "B U T"], coarse: list[Int64[Tensor, "B U T"]]
-) -> tuple[Int64[Tensor, "B U T"], list[Int64[Tensor, "B U C"]]]:
+) -> tuple[Int64[Tensor, "B U T"], list[Int64[Tensor, "B U _"]]]:
     """Regions renumbered so that those of a parent are neighbours; the parent of each region, of each parent, ….
 
     A region belongs to the coarse region of its members (the lowest, should they differ); regions without one are put

@@ -76,6 +76,9 @@ class Task(ABC):
         grader: name of a grader, see `kvstitch.evaluation.grading.GRADERS`.
         max_new_tokens: most tokens decoded for an answer.
         seed: of everything that is drawn. Sample i depends on the seed and on i alone.
+
+    Attributes:
+        skipped: what was wrong with each record that `samples` passed over so far, and where it stands.
     """
 
     num_samples: int | None
@@ -84,6 +87,7 @@ class Task(ABC):
     grader: str
     max_new_tokens: int
     seed: int
+    skipped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in ("num_samples", "prefill_tokens"):

@@ -71,6 +71,49 @@ def build_sample(
     )
 
 
+def prompt_room(
+    task: Task, tokenizer: PreTrainedTokenizerBase, max_positions: int, *, trace: str = "", asks: Sequence[Ask] = ()
+) -> int:
+    """Tokens that a prompt may have so that `build_sample` accepts it with this trace and these questions.
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    frame = encode(tokenizer, chat_prompt(tokenizer, "")) if task.chat else encode(tokenizer, "", special=True)
+    cues = max((len(encode(tokenizer, ask.cue)) + task.max_new_tokens for ask in asks), default=0)
+    room = max_positions - len(frame) - len(encode(tokenizer, trace)) - cues
+    if room < 2:
+        raise ValueError(
+            f"the model's {max_positions} positions leave no room for a prompt: {cues} go to the longest question with "
+            f"task.max_new_tokens={task.max_new_tokens}; take fewer"
+        )
+    return room
+
+
+def truncate_middle(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[str, int]:
+    """Text of at most `most` tokens, its middle cut out if it has more, and how many tokens are gone.
+
+    Beginning and end keep half each, as LongBench does (arXiv 2308.14508): instructions and question stand there.
+
+    Raises:
+        NotImplementedError: a tokenizer that does not say where its tokens stand in the text.
+    """
+    if not tokenizer.is_fast:
+        raise NotImplementedError("task.truncate_middle=true needs a fast tokenizer")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    places, before = encoded["offset_mapping"], len(encoded["input_ids"])
+    if before <= most:
+        return text, 0
+    # Where the two ends meet, new tokens can form; then a little more has to go.
+    for allowed in range(most, 1, -1):
+        head, tail = allowed // 2, allowed - allowed // 2
+        shorter = text[: places[head - 1][1]] + text[places[before - tail][0] :]
+        after = len(encode(tokenizer, shorter))
+        if after <= most:
+            return shorter, before - after
+    raise ValueError(f"cannot cut a text of {before} tokens to {most}")
+
+
 def split_sample(
     task: Task,
     max_positions: int,

@@ -50,9 +50,9 @@ class Reasoning(Task):
     """
 
     length: int = 2560
-    num_steps: int = 10
-    given_fraction: float = 0.5
-    num_questions: int = 5
+    num_steps: int = 8
+    given_fraction: float = 0.6
+    num_questions: int = 4
     num_samples: int = 6
     prefill_tokens: int | None = 512
     chat: bool = False
@@ -130,7 +130,7 @@ def _steps(rng: random.Random, count: int, given_fraction: float) -> list[_Step]
             difference = abs(value - source.value)
             text = (
                 f"Step {number}. Now take {difference} {word} than {source.name}. Since {source.name} = {source.value}, "
-                f"we get {source.value} {sign} {difference} = {value}. {statement}\n"
+                f"we get {source.value} {sign} {difference} = {value}, so {name} = {value}. {statement}\n"
             )
         steps.append(_Step(text, name, value, source and source.name))
     return steps

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvstitch.evaluation.tasks.base import Sample, Task
 from kvstitch.evaluation.tasks.encoding import encode, split_sample
+from kvstitch.evaluation.tasks.sources import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +57,3 @@ class Text(Task):
         for index in range(count):
             piece = [*begin, *ids[index * step : (index + 1) * step]]
             yield split_sample(self, max_positions, id=f"{path.stem}-{index:04d}", prompt_ids=piece)
-
-
-def read_text(path: Path) -> str:
-    """A whole UTF-8 file, byte order mark removed.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not UTF-8.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"task.path: no file {path}")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"task.path={path} is not UTF-8: {error.reason} at byte {error.start}") from error

@@ -1,5 +1,7 @@
 """Whole rows of a cache, by slot; plain torch."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,29 @@ def gather_rows(tensors: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...
 
     Returns: `[B, S, M, D]` each, contiguous.
     """
+    return gather_rows_into(tensors, slots, (None,) * len(tensors))
+
+
+def gather_rows_into(tensors: tuple[Tensor, ...], slots: Tensor, out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """`gather_rows` into tensors that exist: `[B, S, M, D]` each, contiguous; None for a new one."""
     slots = slots.clamp(min=0)
     gathered, flat_index = [], {}
-    for tensor in tensors:
+    for tensor, target in zip(tensors, out):
         flat = _flat_rows(tensor)
         if flat is None:
-            gathered.append(_gather_by_head(tensor, slots))
+            found = _gather_by_head(tensor, slots)
+            gathered.append(found if target is None else target.copy_(found))
             continue
         offsets = (tensor.stride(0) // tensor.shape[3], tensor.stride(1) // tensor.shape[3])
         if offsets not in flat_index:
-            flat_index[offsets] = (slots + _first_rows(offsets, tensor.shape[1], slots)).flatten()
-        rows = flat.index_select(0, flat_index[offsets])
-        gathered.append(rows.view(*slots.shape, tensor.shape[3]))
+            first = _first_rows(slots.shape[0], tensor.shape[1], slots.shape[1], *offsets, slots.device)
+            flat_index[offsets] = (slots + first).flatten()
+        index = flat_index[offsets]
+        if target is None:
+            gathered.append(flat.index_select(0, index).view(*slots.shape, tensor.shape[3]))
+        else:
+            torch.index_select(flat, 0, index, out=target.view(-1, tensor.shape[3]))
+            gathered.append(target)
     return tuple(gathered)
 
 
@@ -41,11 +54,13 @@ def _flat_rows(tensor: Tensor) -> Tensor | None:
     return tensor.as_strided((rows, dim), (dim, 1))
 
 
-def _first_rows(offsets: tuple[int, int], heads: int, slots: Tensor) -> Tensor:
-    """`[B, S, 1]` flat row of slot 0."""
-    batch, selections = slots.shape[:2]
-    per_row = torch.arange(batch, device=slots.device)[:, None] * offsets[0]
-    per_head = torch.arange(selections, device=slots.device) // (selections // heads) * offsets[1]
+@lru_cache(maxsize=64)
+def _first_rows(
+    batch: int, heads: int, selections: int, row_stride: int, head_stride: int, device: torch.device
+) -> Tensor:
+    """`[B, S, 1]` flat row of slot 0; the same until the storage changes its size."""
+    per_row = torch.arange(batch, device=device)[:, None] * row_stride
+    per_head = torch.arange(selections, device=device) // (selections // heads) * head_stride
     return (per_row + per_head)[:, :, None]
 
 

@@ -1,4 +1,4 @@
-"""Moving kept slots to the front of a cache, in place."""
+"""Moving kept slots to the front of a cache, or into a smaller one."""
 
 from kvstitch.kernels.compact.api import compact
 

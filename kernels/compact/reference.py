@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvstitch.kernels.common.rows import gather_rows
+from kvstitch.kernels.common.rows import gather_rows, gather_rows_into
 
 # Rows on their way through a temporary stay in cache: measured, one head of 1 MB at a time moves as fast as memcpy, all
 # heads at once at half of that.
@@ -13,12 +13,17 @@ _BLOCK_BYTES = 2**20
 
 
 @torch.no_grad()
-def compact_reference(tensors: Sequence[Tensor], slots: Tensor, fills: list[float | int | None]) -> None:
-    """Arguments of `api.compact`; each block of heads is read whole before it is written."""
+def compact_reference(
+    tensors: Sequence[Tensor], slots: Tensor, fills: list[float | int | None], out: Sequence[Tensor] | None
+) -> None:
+    """Arguments of `api.compact`."""
+    if out is not None:
+        return _into(tensors, slots, fills, out)
     kept = slots.shape[2]
     empty = (slots < 0)[..., None]
     for tensor, fill in zip(tensors, fills):
         rows = tensor.view(*tensor.shape[:3], -1)
+        # Each block of heads is read whole before it is written.
         for block in _blocks(rows, kept):
             (moved,) = gather_rows((rows[block],), slots[block])
             held = rows[block][:, :, :kept]
@@ -27,6 +32,19 @@ def compact_reference(tensors: Sequence[Tensor], slots: Tensor, fills: list[floa
             else:
                 moved.masked_fill_(empty[block], fill)
             held.copy_(moved)
+
+
+def _into(tensors: Sequence[Tensor], slots: Tensor, fills: list[float | int | None], out: Sequence[Tensor]) -> None:
+    gather_rows_into(
+        tuple(tensor.view(*tensor.shape[:3], -1) for tensor in tensors),
+        slots,
+        tuple(target.view(*target.shape[:3], -1) for target in out),
+    )
+    empty = slots < 0
+    # A look is cheap on a CPU, and mostly no slot is empty.
+    if bool(empty.any()):
+        for target, fill in zip(out, fills):
+            target[empty] = fill
 
 
 def _blocks(rows: Tensor, kept: int) -> Iterator[tuple[slice, slice]]:

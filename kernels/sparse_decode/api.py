@@ -15,11 +15,14 @@ class SparseDecode(NamedTuple):
 
     `weights` are softmax weights over the chosen slots (and the sink logit), mean over the query heads of a selection,
     descending, equal ones by ascending slot. A slot of -1 has weight 0: fewer than k candidates weigh anything.
+    `logsumexp`, if asked for, `[B, Q]` float32 (float64 for float64): natural, of the logits of the chosen slots and the
+    sink logit, -inf over nothing; by it the output is joined with attention to something else.
     """
 
     output: Tensor
     weights: Tensor | None
     slots: Tensor | None
+    logsumexp: Tensor | None = None
 
 
 def sparse_decode(
@@ -32,6 +35,7 @@ def sparse_decode(
     sink_logits: Float[Tensor, "Q"] | None = None,
     top_k: int = 0,
     first_candidate: int = 0,
+    return_logsumexp: bool = False,
     impl: str = "auto",
 ) -> SparseDecode:
     """One query token over the slots that were chosen for it; the cost does not depend on T.
@@ -48,6 +52,7 @@ def sparse_decode(
         sink_logits: learned logit of each query head that takes mass and has no value (GPT-OSS).
         top_k: return the largest weights too (0: no); the Triton kernels take at most 32.
         first_candidate: columns of `slots` before it are attended to, but not reported (put sinks there).
+        return_logsumexp: see `SparseDecode`.
         impl: "auto" (Triton on CUDA tensors), "triton", "reference".
 
     Raises:
@@ -64,7 +69,7 @@ def sparse_decode(
         raise ValueError(f"top_k and first_candidate must not be negative, got {top_k} and {first_candidate}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, or None for none, got {softcap}")
-    options = (query, keys, values, slots, scaling, softcap, sink_logits, top_k, first_candidate)
+    options = (query, keys, values, slots, scaling, softcap, sink_logits, top_k, first_candidate, return_logsumexp)
     if resolve_implementation(impl, query) == "reference":
         return SparseDecode(*sparse_decode_reference(*options))
     require_triton_dtype("query", query)

@@ -17,33 +17,36 @@ def sparse_decode_reference(
     sink_logits: Tensor | None,
     top_k: int,
     first_candidate: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return_logsumexp: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Arguments and results of `api.sparse_decode`."""
     batch, query_heads, _, dim = query.shape
     selections = slots.shape[1]
     rows = query.reshape(batch, selections, query_heads // selections, dim)
     chosen_keys, chosen_values = gather_rows((keys, values), slots)
     seen = (slots >= 0)[:, :, None]
-    if not top_k and softcap is None and sink_logits is None:
+    if not top_k and softcap is None and sink_logits is None and not return_logsumexp:
         attend = torch.nn.functional.scaled_dot_product_attention
         output = attend(rows, chosen_keys, chosen_values, attn_mask=seen, scale=scaling)
         # A selection of nothing gives nothing.
         output = output.masked_fill(~seen.any(dim=-1, keepdim=True), 0)
-        return output.reshape(batch, query_heads, 1, -1), None, None
-    weights = _softmax(rows, chosen_keys, seen, scaling, softcap, sink_logits)
+        return output.reshape(batch, query_heads, 1, -1), None, None, None
+    weights, logsumexp = _softmax(rows, chosen_keys, seen, scaling, softcap, sink_logits)
     output = (weights @ chosen_values.to(weights.dtype)).to(query.dtype).reshape(batch, query_heads, 1, -1)
+    logsumexp = logsumexp.reshape(batch, query_heads) if return_logsumexp else None
     if not top_k:
-        return output, None, None
+        return output, None, None, logsumexp
     mean = weights.mean(dim=2)
     mean[..., :first_candidate] = 0
     top_weights, top_slots = largest(mean.flatten(0, 1), slots.clamp(min=0).flatten(0, 1).long(), top_k)
-    return output, top_weights.view(batch, selections, top_k), top_slots.view(batch, selections, top_k).int()
+    shape = (batch, selections, top_k)
+    return output, top_weights.view(shape), top_slots.view(shape).int(), logsumexp
 
 
 def _softmax(
     rows: Tensor, keys: Tensor, seen: Tensor, scaling: float, softcap: float | None, sink_logits: Tensor | None
-) -> Tensor:
-    """Weights `[B, S, R, M]` in float32 (float64 for float64); zero where nothing is seen."""
+) -> tuple[Tensor, Tensor]:
+    """Weights `[B, S, R, M]` in float32 (float64 for float64), zero where nothing is seen, and the log-sum-exp."""
     computed = torch.float64 if rows.dtype == torch.float64 else torch.float32
     logits = (rows.to(computed) @ keys.to(computed).transpose(-1, -2)) * scaling
     if softcap is not None:
@@ -58,4 +61,4 @@ def _softmax(
     total = weights.sum(dim=-1, keepdim=True)
     if sink_logits is not None:
         total = total + (sinks - peak).exp()
-    return weights / total.clamp(min=torch.finfo(computed).tiny)
+    return weights / total.clamp(min=torch.finfo(computed).tiny), peak + total.log()

@@ -131,12 +131,13 @@ def _merge_splits_kernel(
     b_total = tl.sum(b_weight, 0)
     if HAS_SINK_LOGITS:
         b_total += tl.exp2(b_sink - b_peak)
-    b_total = tl.where(b_total > 0, b_total, 1.0)
+    seen = b_total > 0
+    b_total = tl.where(seen, b_total, 1.0)
     p_part = part_output + (i_bq * num_splits + o_s)[:, None] * HEAD_DIM + o_d[None, :]
     b_parts = tl.load(p_part, mask=m_s[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
     b_output = tl.sum(b_parts * b_weight[:, None], 0) / b_total
     tl.store(output + i_bq * HEAD_DIM + o_d, b_output.to(output.dtype.element_ty), mask=o_d < HEAD_DIM)
-    tl.store(logsumexp + i_bq, b_peak + tl.log2(b_total))
+    tl.store(logsumexp + i_bq, tl.where(seen, b_peak + tl.log2(b_total), float("-inf")))
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_candidate"])
@@ -159,6 +160,8 @@ def _top_slots_kernel(
     m_r = o_r < ROWS
     # Rows that stand for no head weigh nothing.
     b_logsumexp = tl.load(logsumexp + i_bs * ROWS + o_r, mask=m_r, other=float("inf"))
+    # Neither do heads that saw nothing.
+    b_logsumexp = tl.where(b_logsumexp > float("-inf"), b_logsumexp, float("inf"))
     b_keys = empty_list(1, K)
     for start in range(0, num_slots, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -189,9 +192,10 @@ def sparse_decode_triton(
     sink_logits: Tensor | None,
     top_k: int,
     first_candidate: int,
+    return_logsumexp: bool = False,
     num_splits: int | None = None,
     block_n: int = 64,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Arguments and results of `api.sparse_decode`.
 
     Args:
@@ -261,8 +265,9 @@ def sparse_decode_triton(
         BLOCK_D=block_d,
         num_warps=4,
     )
+    natural = logsumexp / LOG2_E.value if return_logsumexp else None
     if not top_k:
-        return output, None, None
+        return output, None, None, natural
     top_weights = new(batch, selections, top_k)
     top_slots = torch.empty(batch, selections, top_k, dtype=torch.int32, device=query.device)
     _top_slots_kernel[(batch * selections,)](
@@ -280,7 +285,7 @@ def sparse_decode_triton(
         K=max(2, next_power_of_two(top_k)),
         num_warps=8,
     )
-    return output, top_weights, top_slots
+    return output, top_weights, top_slots, natural
 
 
 def _choose_splits(lists: int, num_slots: int, block_n: int, device: torch.device) -> int:

@@ -326,7 +326,10 @@ def topk_attention_triton(
 def forward_tilings(head_dim: int, top_k: int, element_bytes: int) -> list[Tiling]:
     """Tilings without spills on sm_80 and sm_90, best guess first (`top_k` 0: no lists). No GPU has timed them."""
     if element_bytes == 4:
-        return [Tiling(32, 32, 8, 2 if head_dim <= 128 else 1)]
+        # From a head dim of 80 on the queries fill the registers, up to 128 because TF32 splits them in two.
+        if 64 < head_dim <= 128 and top_k > 16:
+            return [Tiling(16, 32, 4, 2)]
+        return [Tiling(32, 32 if head_dim <= 64 else 16, 8, 2 if head_dim <= 128 else 1)]
     if head_dim > 128:
         return [Tiling(64, 32, 8, 3), Tiling(64, 32, 8, 2)]
     if head_dim > 64 and top_k > 0:

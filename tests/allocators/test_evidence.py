@@ -62,7 +62,7 @@ def turn(query, steps, frequencies):
 @pytest.mark.parametrize("mass_pad", ["visible_mean", "head_max", "global_max"])
 @pytest.mark.parametrize("sink_mass", ["exclude", "include"])
 @pytest.mark.parametrize("pool_edges, pool_kernel", [("valid", 5), ("zero", 5), ("valid", 1), ("zero", 3)])
-@pytest.mark.parametrize("query_positions", ["true", "current"])
+@pytest.mark.parametrize("query_positions", ["own", "current"])
 def test_equals_its_loops(make_view, mass_pad, sink_mass, pool_edges, pool_kernel, query_positions):
     holes = torch.zeros(2, 2, 30, dtype=torch.bool)
     holes[0, :, :5] = True

@@ -273,7 +273,7 @@ def test_a_head_that_fits_keeps_all_and_its_credit():
 TABLE = {
     "window_tokens": (128, 32, 32),
     "pool_kernel": (5, 5, 5),
-    "query_positions": ("true", "current", "true"),
+    "query_positions": ("own", "current", "own"),
     "mass_pad": ("head_max", "global_max", "visible_mean"),
     "pool_edges": ("zero", "zero", "valid"),
     "sink_mass": ("include", "include", "exclude"),

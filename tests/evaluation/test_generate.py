@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvstitch.evaluation.generate import Sampling, generate_sample
+from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.records import RunError
 
 
@@ -90,3 +91,47 @@ def test_a_sample_without_questions_is_refused(tiny, make_press, make_sample, ma
 def test_impossible_sampling_is_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Sampling(**options)
+
+
+def test_several_draws_of_a_question_differ_and_are_told_apart(tiny, make_press, make_sample, make_task):
+    sample = make_sample("a", questions=2)
+    task = make_task([sample])
+    sampling = Sampling(do_sample=True, temperature=2.0, top_p=1.0, samples_per_question=3)
+    record = generate_sample(tiny, make_press(), task, sample, sampling=sampling, seed=3).record
+    assert [(answer["question"], answer["draw"]) for answer in record["answers"]] == [
+        (question, draw) for question in range(2) for draw in range(3)
+    ]
+    assert len({answer["dense"]["text"] for answer in record["answers"]}) > 2
+    scores = [answer["pressed"]["score"] for answer in record["answers"]]
+    assert record["metrics"]["pass_at_1"] == record["metrics"]["accuracy"] == sum(scores) / 6
+    # The first draw is the one of a run with a single draw.
+    once = Sampling(do_sample=True, temperature=2.0, top_p=1.0)
+    single = generate_sample(tiny, make_press(), task, sample, sampling=once, seed=3).record
+    assert single["answers"][0]["dense"] == record["answers"][0]["dense"] and "draw" not in single["answers"][0]
+    again = generate_sample(tiny, make_press(), task, sample, sampling=sampling, seed=3).record
+    assert again["answers"] == record["answers"]
+
+
+def test_several_greedy_answers_are_refused():
+    with pytest.raises(ValueError, match="samples_per_question=2 needs sampling.do_sample=true"):
+        Sampling(samples_per_question=2)
+    with pytest.raises(ValueError, match="must be a whole number of at least 1, got 0"):
+        Sampling(samples_per_question=0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(do_sample=True)], ids=["greedy", "drawn"])
+def test_nan_is_never_an_answer(tiny, make_sample, make_task, sampling):
+    sample = make_sample("a")
+    tiny.model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(NonFiniteLogits, match="after 102 tokens hold NaN"):
+        generate_sample(tiny, None, make_task([sample]), sample, sampling=sampling, seed=3)
+
+
+def test_memory_is_measured_on_both_sides(tiny, make_press, make_sample, make_task):
+    sample = make_sample("a", max_new_tokens=40)
+    metrics = generate_sample(tiny, make_press(), make_task([sample]), sample, sampling=Sampling(), seed=3).record[
+        "metrics"
+    ]
+    assert metrics["peak_process_bytes"] > 2**20 and metrics["dense_peak_process_bytes"] > 2**20
+    # Positions alone are 8 bytes a slot, two heads, three layers.
+    assert metrics["auxiliary_bytes"] >= metrics["mean_slots"] * 8 * 2 * 3 and metrics["dense_auxiliary_bytes"] == 0

@@ -32,6 +32,24 @@ def test_the_file_holds_every_layer_and_event(tmp_path):
         assert arrays["layer_2"].tolist() == [[[0, 129], [7, -1]], [[-1, -1], [-1, -1]]]
 
 
+def test_segments_and_quotas_are_kept_too(tmp_path):
+    details = {
+        "boundaries": torch.tensor([[[0, 3, 9, -1], [0, 9, -1, -1]]]),
+        "quotas": torch.tensor([[[1, 1, -1], [2, -1, -1]]]),
+        "masses": torch.tensor([[[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]]]),
+    }
+    kept = torch.tensor([[[0, 5], [1, 100]]])
+    events = [CompactionEvent(0, 130, "interval", (LayerEvent(1, 9, 2, kept, kept, details, 0.5),)), EVENTS[0]]
+    save_kept_positions(tmp_path / "kept.npz", "sample-1", events[:1])
+    with np.load(tmp_path / "kept.npz") as arrays:
+        for name, tensor in details.items():
+            assert (arrays[f"{name}_1"] == tensor.numpy()).all(), name
+    # Not where an event lacks them.
+    save_kept_positions(tmp_path / "mixed.npz", "sample-1", events)
+    with np.load(tmp_path / "mixed.npz") as arrays:
+        assert not any(name.startswith(("boundaries", "quotas", "masses")) for name in arrays)
+
+
 def test_event_metrics_of_layers_that_part_ways():
     metrics = event_metrics(EVENTS, num_layers=3)
     # Five regions of 64 tokens at 260. Layer 1: heads keep {0, 1, 3} and {0, 4} of them. Layer 2 lost nothing after 130:

@@ -27,7 +27,8 @@ def test_decode_rows(quiet):
         assert all(row[f"{name}_ms"] > 0 for name in ("stock", "dense", "retrieval", "rest", "floor"))
         assert row["stock_to_retrieval"] == pytest.approx(row["stock_ms"] / row["retrieval_ms"], rel=0.1)
         assert row["retrieval_to_floor"] == pytest.approx(row["retrieval_ms"] / row["floor_ms"], rel=0.1)
-        assert 0 < row["index_share"]
+        assert row["dense_to_floor"] == pytest.approx(row["dense_ms"] / row["dense_floor_ms"], rel=0.1)
+        assert row["dense_floor_ms"] >= row["rest_ms"] and 0 < row["index_share"]
 
 
 def test_contestants_do_what_they_are_called(quiet):
@@ -54,7 +55,7 @@ def test_contestants_do_what_they_are_called(quiet):
 
 def test_update_rows():
     (row,) = UpdateBenchmark(lengths=(64, 256), rounds=2, repeats=2).run()
-    assert row["us_at_64"] > 0
+    assert row["us_at_64"] > row["floor_us"] > 0
     assert row["last_to_first"] == pytest.approx(row["us_at_256"] / row["us_at_64"], rel=0.05)
 
 

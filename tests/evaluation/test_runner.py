@@ -34,7 +34,10 @@ def run(evaluation, tiny, folder, progress=None):
 
 
 def without_times(record):
-    metrics = {name: value for name, value in record["metrics"].items() if "second" not in name and "time" not in name}
+    unsteady = ("second", "time", "peak_process")
+    metrics = {
+        name: value for name, value in record["metrics"].items() if not any(part in name for part in unsteady)
+    }
     return record | {"metrics": metrics}
 
 

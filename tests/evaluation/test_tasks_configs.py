@@ -13,6 +13,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LEAVES = sorted(f"{group}/{path.stem}" for group in ("model", "task") for path in (CONFIGS / group).glob("*.yaml"))
 
 
+def load(name):
+    """The file as it stands in a run, whose seed generated tasks take over."""
+    return OmegaConf.create({"seed": 42, "leaf": OmegaConf.load(CONFIGS / f"{name}.yaml")})["leaf"]
+
+
 def target(leaf):
     """The class or function, found without calling it."""
     return instantiate({"_target_": "hydra.utils.get_object", "path": leaf["_target_"]})
@@ -20,7 +25,7 @@ def target(leaf):
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_file_states_the_defaults(name):
-    leaf = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    leaf = load(name)
     stated = {key: "???" if OmegaConf.is_missing(leaf, key) else leaf[key] for key in leaf if key != "_target_"}
     parameters = inspect.signature(target(leaf)).parameters.values()
     required = inspect.Parameter.empty
@@ -31,6 +36,7 @@ def test_file_states_the_defaults(name):
 
 @pytest.mark.parametrize("name", [name for name in LEAVES if name.startswith("task/")])
 def test_task_file_makes_a_task(name):
-    leaf = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    leaf = load(name)
     missing = {key: "x" for key in leaf if OmegaConf.is_missing(leaf, key)}
-    assert isinstance(instantiate(OmegaConf.merge(leaf, missing)), Task)
+    leaf.update(missing)
+    assert isinstance(instantiate(leaf), Task)

@@ -70,7 +70,7 @@ def test_text_that_is_too_short_or_unreadable(tokenizer, tmp_path):
     path.write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=r"book\.txt is not UTF-8: .* at byte 3"):
         next(Text(path=str(path)).samples(tokenizer, POSITIONS))
-    with pytest.raises(FileNotFoundError, match=r"task\.path: no file .*absent\.txt"):
+    with pytest.raises(FileNotFoundError, match=r"task\.path=.*absent\.txt: no such file"):
         next(Text(path=str(tmp_path / "absent.txt")).samples(tokenizer, POSITIONS))
 
 
@@ -189,7 +189,7 @@ def test_repeated_id_and_unmatched_pattern(tokenizer, lines):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_bad_record": "ignore"}, r"task\.on_bad_record must be refuse or skip, got 'ignore'"),
+        ({"on_bad_record": "ignore"}, r"task\.on_bad_record must be error or skip, got 'ignore'"),
         ({"answer_pattern": "####"}, r"needs a group"),
         ({"template": "{a.__class__}"}, r"task\.template=.* \{a\.__class__\} is not the name of a field"),
         ({"template": "{a[0]}"}, r"is not the name of a field"),

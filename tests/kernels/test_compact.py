@@ -80,3 +80,49 @@ def test_refusals():
         compact([torch.zeros(2, 1, 9)], slots)
     with pytest.raises(ValueError, match="one entry per tensor, got 2 for 1 tensors"):
         compact([torch.zeros(2, 3, 9)], slots, [None, -1])
+
+
+def into_new_storage(tensors, slots):
+    return [torch.full((*slots.shape, *tensor.shape[3:]), 77).to(tensor.dtype) for tensor in tensors]
+
+
+def test_into_new_storage_equals_loops_and_leaves_the_old():
+    tensors, fills = cache(2, 3, 41, torch.float32, 16)
+    # Not contiguous by rows, as a view of one column is.
+    tensors.append(torch.randn(2, 3, 41, 4, generator=torch.Generator().manual_seed(2))[..., 1:3])
+    fills.append(None)
+    slots, before = ascending_slots(2, 3, 41, 17), [tensor.clone() for tensor in tensors]
+    out = into_new_storage(tensors, slots)
+    compact(tensors, slots, fills, out)
+    for tensor, untouched, fill, found in zip(tensors, before, fills, out):
+        assert torch.equal(tensor, untouched)
+        assert torch.equal(found, by_loops(tensor, slots, 0 if fill is None else fill)[:, :, :17])
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 300)])
+def test_triton_into_new_storage_equals_the_reference(dtype, dim, run_triton):
+    tensors, fills = cache(2, 3, 301, dtype, dim)
+    slots = ascending_slots(2, 3, 301, 203)
+    out = into_new_storage(tensors, slots)
+    found = run_triton(compact, tensors, slots, fills, out).arguments[3]
+    compact(tensors, slots, fills, out, impl="reference")
+    for actual, want in zip(found, out):
+        assert torch.equal(actual, want)
+
+
+@pytest.mark.parametrize("slots", [[0, 2, 2], [0, 3, 1], [-1, 0, 1], [1, -1, 2]])
+def test_slots_that_do_not_ascend_are_refused_in_place(slots):
+    slots = torch.tensor([[[0, 1, 2], slots]])
+    with pytest.raises(ValueError, match="those of row 0, head 1 do not"):
+        compact([torch.zeros(1, 2, 5)], slots)
+    compact([torch.zeros(1, 2, 5)], slots, check=False)
+    with pytest.raises(ValueError, match="ascend strictly"):
+        compact([torch.zeros(1, 2, 5)], slots, out=[torch.zeros(1, 2, 3)], check=True)
+
+
+def test_out_of_another_shape_is_refused():
+    slots, tensor = ascending_slots(2, 3, 9, 4), torch.zeros(2, 3, 9, 8)
+    with pytest.raises(ValueError, match=r"torch.float32 \[2, 3, 4, 8\], got torch.float32 \[2, 3, 4\]"):
+        compact([tensor], slots, out=[torch.zeros(2, 3, 4)])
+    with pytest.raises(ValueError, match="out must have one entry per tensor, got 0 for 1 tensors"):
+        compact([tensor], slots, out=[])

@@ -15,6 +15,8 @@ sys.modules["triton"] = None
 import torch
 from kvstitch.kernels.community_update import Communities, community_update
 from kvstitch.kernels.compact import compact
+from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
+from kvstitch.kernels.segment_quota.rules import SegmentRules
 from kvstitch.kernels.sparse_decode import sparse_decode
 from kvstitch.kernels.topk_attention import topk_attention, topk_edges
 
@@ -24,11 +26,19 @@ topk_edges(query, keys, 0.3, 2)
 slots = torch.tensor([[[0, 2], [1, 4]]])
 sparse_decode(query[:, :, :1], keys, keys, slots, 0.3, top_k=1)
 compact([keys], slots)
+rules = SegmentRules(
+    segment_mass=0.3, min_segment_tokens=1, max_segment_tokens=4, min_keep_tokens=1, credit_decay=0.9, credit_mix=0.9,
+    num_sinks=1, num_recent=1, must_keep="first_counted", must_priority="sink", boundary="include", split="even",
+    merge="forward", quota="waterfill", credit=True, credit_init="zero", credit_scale="mass", batch="per_sample",
+    mass_dtype="float64",
+)
+plan = segment_plan(torch.rand(1, 2, 6), None, torch.tensor([3]), 3, None, rules)
+segment_select(torch.rand(1, 2, 6), plan.slot_edges, plan.quotas, *plan[-2:], None, "first_counted", 3)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 degrees, totals = torch.ones(1, 2, 3), torch.ones(1, 2)
 state = Communities(ints(1, 2, 6), torch.zeros(1, 2, 3, 8), ints(1, 2, 3), degrees, totals, ints(1, 2))
 community_update(state, keys[:, :, 0], torch.tensor([5]), slots, torch.rand(1, 2, 2), 1.0)
-assert not [name for name in sys.modules if name.endswith(".triton") and name.startswith("kvstitch")]
+assert not [name for name in sys.modules if ".triton" in name and name.startswith("kvstitch")]
 for interpret in "01":
     os.environ["TRITON_INTERPRET"] = interpret
     try:

@@ -194,3 +194,40 @@ def test_refusals():
         sparse_decode(query, keys, values, slots, SCALING, top_k=-1)
     with pytest.raises(ValueError, match="softcap must be positive, or None for none, got 0"):
         sparse_decode(query, keys, values, slots, SCALING, softcap=0.0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("model", [{}, {"softcap": 0.7, "sink_logits": torch.linspace(-1, 2, 4)}])
+def test_logsumexp_is_that_of_what_was_attended_to(impl, model, request):
+    query, keys, values, slots = inputs(2, 4, 2, 50, 16, 2, 17)
+    slots[0, 1] = -1
+    if impl == "triton":
+        decode = request.getfixturevalue("run_triton")
+        result = decode(sparse_decode, query, keys, values, slots, SCALING, return_logsumexp=True, **model).result
+    else:
+        result = sparse_decode(query, keys, values, slots, SCALING, return_logsumexp=True, **model)
+    (chosen,) = gather_rows((keys.double(),), slots)
+    logits = (query.double().view(2, 2, 2, 16) @ chosen.transpose(-1, -2) * SCALING).flatten(1, 2)
+    if model:
+        logits = model["softcap"] * torch.tanh(logits / model["softcap"])
+    logits = logits.masked_fill((slots < 0).repeat_interleave(2, dim=1), -torch.inf)
+    if model:
+        logits = torch.cat((logits, model["sink_logits"].double()[None, :, None].expand(2, -1, -1)), dim=-1)
+    expected = logits.logsumexp(dim=-1)
+    torch.testing.assert_close(result.logsumexp.double(), expected, atol=2e-6, rtol=1e-5)
+    assert bool(model) or (result.logsumexp[0, 2:] == -torch.inf).all()
+    assert sparse_decode(query, keys, values, slots, SCALING).logsumexp is None
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_community_ranges_are_read(impl, request):
+    """Ragged ranges in another order than the slots', one of them empty, a selection that ends early."""
+    query, keys, values, _ = inputs(1, 4, 2, 60, 16, 2, 6)
+    slots = expand_ranges(torch.tensor([[[40, 3, 11], [0, 50, 20]]]), torch.tensor([[[9, 0, 14], [2, 5, 0]]]), 23)
+    assert (slots[0, 1] >= 0).sum() == 7
+    expected, _ = by_loops(query, keys, values, slots)
+    if impl == "triton":
+        result = request.getfixturevalue("run_triton")(sparse_decode, query, keys, values, slots, SCALING).result
+    else:
+        result = sparse_decode(query, keys, values, slots, SCALING)
+    torch.testing.assert_close(result.output.double(), expected, atol=2e-6, rtol=1e-5)

@@ -176,6 +176,8 @@ TRITON_CASES = {
     "per head, dim 96": (torch.float16, dict(shape=(1, 2, 1, 33, 33, 96), top_k=8, aggregation="per_head")),
     "exact mean, dim 128": (torch.bfloat16, dict(shape=(1, 3, 1, 70, 135, 128), top_k=8, num_sinks=10)),
     "per head, dim 256": (torch.bfloat16, dict(shape=(1, 2, 2, 19, 40, 256), top_k=16, aggregation="per_head")),
+    "32 edges, exact mean": (torch.float32, dict(shape=(1, 2, 1, 40, 40, 16), top_k=32, num_sinks=2)),
+    "32 edges, merged": (torch.float32, dict(shape=(1, 2, 1, 20, 40, 16), top_k=32, group_mean="merged")),
     "merged, half": (torch.float16, dict(shape=(1, 4, 1, 20, 41, 64), top_k=3, group_mean="merged")),
     "padding": (
         torch.float32,

@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvstitch.allocators import GlobalTopK, SegmentQuota
 from kvstitch.presses import EvictionPress
+from kvstitch.scorers import TOVA, TriAttention
 
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.unique", "aten.masked_select", "aten.equal")
 
@@ -47,6 +49,56 @@ def test_a_step_between_events(llama, random_tokens, key_hash, shaped_topk, shap
         seen.append((watch.operators, watch.largest))
     # Same work and same memory whether 44 or 304 slots are stored.
     assert seen[0] == seen[1]
+
+
+FEW = dict(num_sinks=1, num_recent=2)
+REMEMBERING = {
+    "tova": (TOVA(), SegmentQuota(**FEW)),
+    "triattention": (TriAttention(), GlobalTopK(**FEW)),
+}
+STEPS, ROWS, QUERY_HEADS, HEAD_DIM, RING = 70, 2, 4, 16, 64
+
+
+def watched_steps(model, ids, press):
+    """Operators and largest new tensor of each step after the first one, in which the prompt is compacted."""
+    steps = []
+    with press(model) as run, torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        for _ in range(STEPS):
+            with Watch() as watch:
+                model(ids[:, :1], past_key_values=cache)
+            assert watch.syncs == []
+            steps.append((watch.operators, watch.largest))
+    assert run.num_events == 1
+    return steps
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_remember_queries(llama, random_tokens, name, dtype):
+    """More steps than the ring of queries has room, so that it turns and, for TriAttention, goes into the sums once.
+
+    In bfloat16 (and float16) a CPU is faster with an explicit softmax, which by design makes its logits anew at every
+    step: one number a query head and slot. Nothing else may grow with the cache there, keys and values least of all.
+    """
+    model, ids = llama.to(dtype), random_tokens(ROWS, 340)
+    runs = {}
+    for budget in (40, 300):
+        press = EvictionPress(*REMEMBERING[name], budget=budget, interval=100, compress_prompt=True)
+        runs[budget] = watched_steps(model, ids, press)
+    usual = min(operators for operators, _ in runs[40])
+    for budget, steps in runs.items():
+        # The only step with more to do than the others is the one in which the ring has turned.
+        turns = [step for step, (operators, _) in enumerate(steps) if operators != usual]
+        assert len(turns) == (name == "triattention")
+        for step, (_, largest) in enumerate(steps):
+            slots = budget + step + 2
+            logits = ROWS * QUERY_HEADS * slots if dtype == torch.bfloat16 else 0
+            ring = ROWS * QUERY_HEADS * RING * HEAD_DIM if step in turns else 0
+            assert largest <= max(logits, ring, runs[40][0][1])
+    if dtype == torch.float32:
+        assert runs[40] == runs[300]
 
 
 def test_a_step_has_no_work_per_head(make_model, random_tokens, key_hash, shaped_topk):

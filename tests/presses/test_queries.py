@@ -81,19 +81,13 @@ def test_rows_follow_batch_operations():
         assert torch.equal(memory.statistics().total[row], before[1].total[source])
 
 
-def test_forgetting_the_newest_tokens():
-    memory, other = QueryMemory(Needs(queries=8), ROTARY), QueryMemory(Needs(queries=8), ROTARY)
-    plain, positions = tokens(30)
-    feed(memory, plain, positions, [20, *[1] * 6])
-    memory.forget_newest(3)
-    feed(other, plain, positions, [20, *[1] * 3])
-    # What the three had overwritten is gone; what is left stands where it stood.
-    assert memory.window().positions[0].tolist() == [-1, -1, -1, 18, 19, 20, 21, 22]
-    assert torch.equal(memory.window().rotated[:, :, 3:], other.window().rotated[:, :, 3:])
-    with pytest.raises(RuntimeError, match="statistics cannot be rolled back"):
-        memory = QueryMemory(Needs(statistics=True), ROTARY)
-        feed(memory, plain, positions, [20])
-        memory.forget_newest(1)
+def test_a_roll_back_is_refused_once_queries_are_remembered():
+    for needs in (Needs(queries=8), Needs(statistics=True)):
+        memory = QueryMemory(needs, ROTARY)
+        memory.require_nothing_forgotten()
+        feed(memory, *tokens(30), [20])
+        with pytest.raises(RuntimeError, match="cannot be rolled back under a scorer"):
+            memory.require_nothing_forgotten()
 
 
 def test_nothing_is_kept_when_nothing_is_needed():

@@ -316,3 +316,34 @@ def test_models_without_full_attention_are_refused():
     )
     with pytest.raises(UnsupportedModel, match="sliding window"):
         RetrievalPress(COMMUNITY, 40)(MistralForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("aggregation", ["query_group", "per_head"])
+def test_edges_may_come_out_of_the_attention_itself(model, left_padded, aggregation, monkeypatch):
+    """What a GPU does: one operator gives edges and output, in a prompt of one piece or two, unless slots are empty."""
+    ids, _, _ = left_padded([34, 34])
+    press = RetrievalPress(CommunityRetrieval(top_k=3, growth_tokens=4, aggregation=aggregation), 14, **SMALL)
+    fused = []
+
+    def always(query, layer):
+        fused.append(not layer.has_empty)
+        return fused[-1]
+
+    for pieces in ([30, 1, 1, 1], [12, 18, 1, 1]):
+        with press(model) as run:
+            apart, _ = step_through(model, ids, pieces)
+        sizes = run.events[0].layers[0].details["sizes"]
+        with monkeypatch.context() as patch:
+            patch.setattr("kvstitch.presses.retrieval_run._may_attend_while_observing", always)
+            with press(model) as run:
+                together, _ = step_through(model, ids, pieces)
+        assert (together - apart).abs().max() < 1e-4
+        assert torch.equal(run.events[0].layers[0].details["sizes"], sizes)
+    assert fused and all(fused)
+    ids, mask, _ = left_padded([30, 21])
+    dense = generate(model, ids, mask, tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstitch.presses.retrieval_run._may_attend_while_observing", always)
+        with RetrievalPress(press.allocator, 64, **SMALL)(model), pytest.warns(UserWarning, match="fit the budget"):
+            assert torch.equal(generate(model, ids, mask, tokens=4), dense)
+    assert not all(fused)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvstitch.allocators.retrieval import Reads, Rest
-from kvstitch.presses.retrieval_attention import attend, attention_mass
+from kvstitch.presses.retrieval_attention import attend, attention_mass, joined_with_rest
 
 
 def layer(batch=2, heads=2, group=3, length=40, dim=8, seed=0):
@@ -86,6 +86,21 @@ def test_output_and_weights(selections, missing, with_rest, extra):
     best = mean.topk(3)
     assert torch.allclose(result.weights.double(), best.values, atol=1e-6)
     assert torch.equal(result.slots.long(), slots.gather(2, best.indices))
+
+
+@pytest.mark.parametrize("selections", [2, 6])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sink_logits": True}])
+def test_two_parts_joined_are_one_softmax(selections, extra):
+    """What a GPU does in place of one softmax over both; a row without any slot is left to the rest alone."""
+    query, keys, values = layer()
+    slots = slots_of(2, selections, 11, 40, missing=3)
+    slots[1, 0] = -1
+    rest, sinks = make_rest(selections, 6 // selections), None
+    if "sink_logits" in extra:
+        sinks = torch.linspace(-1, 1, 6)
+    out, _ = expected(query, keys, values, slots, rest, 0.4, extra.get("softcap"), sinks)
+    joined = joined_with_rest(query, keys, values, Reads(slots, False, rest), 0.4, extra.get("softcap"), sinks)
+    assert torch.allclose(joined[:, :, 0].double(), out, atol=1e-5)
 
 
 def test_low_precision_is_no_worse_than_its_rounding():

@@ -37,7 +37,7 @@ def test_what_is_saved_is_loaded(statistics, tmp_path):
 
 
 def test_check_accepts_the_model_it_was_taken_from(statistics):
-    statistics.check(Rotary(FREQUENCIES, 1.25, True), num_layers=2, num_kv_heads=2)
+    statistics.check(Rotary(FREQUENCIES, 1.25, True), num_layers=2, num_query_heads=4, num_kv_heads=2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,12 @@ def test_check_accepts_the_model_it_was_taken_from(statistics):
 )
 def test_check_refuses_another_model(statistics, rotary, layers, kv_heads, message):
     with pytest.raises(ValueError, match=message):
-        statistics.check(rotary, layers, kv_heads)
+        statistics.check(rotary, layers, 4, kv_heads)
+
+
+def test_check_refuses_other_query_heads(statistics):
+    with pytest.raises(ValueError, match="of 4 query heads, the model has 2 layers of 8 query heads and 2 kv heads"):
+        statistics.check(Rotary(FREQUENCIES, 1.25, True), 2, 8, 2)
 
 
 @pytest.mark.parametrize(

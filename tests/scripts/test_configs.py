@@ -1,6 +1,8 @@
 """YAML and Python agree, and every leaf can be overridden without a plus sign."""
 
 import dataclasses
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,17 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
-from kvstitch.allocators import SegmentQuota
+from kvstitch.allocators import CommunityRetrieval, HeadAdaptive, SegmentQuota
 from kvstitch.evaluation.generate import Sampling
-from kvstitch.presses import EvictionPress
+from kvstitch.presses import EvictionPress, RetrievalPress
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-PRESETS = {"segment_quota_paper": SegmentQuota.paper, "segment_quota_reference": SegmentQuota.reference}
+PRESETS = {
+    "segment_quota_paper": SegmentQuota.paper,
+    "segment_quota_reference": SegmentQuota.reference,
+    "community_paper": CommunityRetrieval.paper,
+    "head_adaptive_mask": partial(HeadAdaptive, mode="mask"),
+}
 ALLOCATORS = sorted(path.stem for path in (CONFIGS / "allocator").glob("*.yaml"))
 EXPERIMENTS = sorted(
     str(path.relative_to(CONFIGS / "experiment").with_suffix("")) for path in (CONFIGS / "experiment").rglob("*.yaml")
@@ -72,8 +79,13 @@ def test_the_smoke_run_composes_with_any_task():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose_and_give_way_to_the_command_line(name):
     text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
-    assert f"# python scripts/run.py experiment={name}\n" in text
+    # What an experiment does not bring, such as the path of a book, follows on the line.
+    assert re.search(rf"^# python scripts/run\.py (-m )?experiment={name}( .+)?$", text, re.MULTILINE)
     press = instantiate(composed(f"experiment={name}").press, _convert_="all")
-    assert isinstance(press, EvictionPress)
+    assert isinstance(press, EvictionPress | RetrievalPress)
+    if isinstance(press, RetrievalPress):
+        config = composed(f"experiment={name}", "allocator=pages", "budget=99")
+        assert config.budget == 99 and config.press.allocator["_target_"].endswith("PageRetrieval")
+        return
     config = composed(f"experiment={name}", "scorer=keydiff", "budget=99")
     assert config.budget == 99 and config.press.scorer["_target_"].endswith("KeyDiff")

@@ -22,7 +22,7 @@ def test_the_main_command_on_the_embedded_model(tmp_path):
         [*command, *smaller], cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
     )
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").glob("reasoning-*")
     metrics = json.loads((folder / "metrics.json").read_text())["metrics"]
     assert (
         metrics["events"]["mean"] >= 3

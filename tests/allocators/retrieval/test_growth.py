@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvstitch.allocators.retrieval.growth import ChunkGrowth
 from kvstitch.allocators.retrieval.joining import DeltaQGrowth, NearestGrowth
 from kvstitch.allocators.retrieval.region_index import RegionOptions
 
@@ -146,3 +148,42 @@ def test_putting_in_order_keeps_communities_and_reads(start, read_plan):
             after = members_now(layer, index, row, head)
             assert sorted(map(sorted, after.values())) == sorted(map(sorted, before[row][head].values()))
     assert index._members._count == 0
+
+
+class Made(TorchDispatchMode):
+    """Numbers in all tensors that are no views of what an operator was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs:
+                self.numel += x.numel()
+        return out
+
+
+@pytest.mark.parametrize(
+    "make_growth", [lambda: ChunkGrowth(4), NearestGrowth, lambda: DeltaQGrowth(3, 0.5, 1.0)], ids=["chunk", "nearest", "delta_q"]
+)  # fmt: skip
+def test_growth_costs_the_same_at_any_length(make_layer, given_regions, read_plan, make_growth):
+    """O(d): as many numbers are made for a new token at 100 tokens as at 3,000."""
+    made = []
+    for length in (100, 3000):
+        layer = make_layer(length=length, padding=(0, 0))
+        labels = (torch.arange(length + 40) % 6).view(1, 1, -1)
+        index = given_regions(layer.frame(SINKS), RegionOptions(), make_growth(), labels)
+        layer.permute(index.build(layer.view(), read_plan(20, SINKS, RECENT)))
+        for _ in range(2):
+            layer.append()
+            step = layer.step()
+            index.select(step)
+            edges = torch.full((2, 2, 3), SINKS + 12, dtype=torch.int32)
+            with Made() as seen:
+                index.growth.leave(index, layer.length - RECENT, step, None)
+                index.update(step, torch.rand(2, 2, 3), edges)
+        made.append(seen.numel)
+    assert made[0] == made[1] > 0

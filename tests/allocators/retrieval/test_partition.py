@@ -130,8 +130,10 @@ def test_components_and_neighbourhoods():
     assert components(graph).tolist() == [0, 0, 0, 1, 1]
     star = csr_matrix(np.array([[0, 1, 1, 0.2], [1, 0, 0, 0], [1, 0, 0, 0], [0.2, 0, 0, 0]]))
     assert neighbourhoods(star, 1).tolist() == [0, 0, 0, 0]
-    two = neighbourhoods(ring_of_cliques(2, 4), 2)
-    assert len(set(two[:4])) == 1 and len(set(two.tolist())) == 2
+    # Nodes 1 and 4 are the hubs; 3 has its heavier edge to 4, 5 has none to either and joins the hub before it.
+    edges = {(0, 1): 1, (1, 2): 1, (1, 3): 0.4, (3, 4): 0.5, (4, 6): 2, (0, 5): 0.1}
+    links = csr_matrix((list(edges.values()), tuple(zip(*edges))), shape=(7, 7))
+    assert neighbourhoods((links + links.T).tocsr(), 2).tolist() == [0, 0, 0, 1, 1, 1, 1]
 
 
 def test_chunks_and_shuffled_sizes():

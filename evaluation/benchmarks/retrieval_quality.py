@@ -1,0 +1,161 @@
+"""What ways to retrieve cost in quality, all against dense, each prompt read once for all of them."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstitch.allocators.retrieval import RetrievingAllocator
+from kvstitch.evaluation.benchmarks.retrieval_shared import SharedPrompt
+from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, overview
+from kvstitch.evaluation.closed_loop import prefilled_but
+from kvstitch.evaluation.models import LoadedModel, load_smollm2, max_positions
+from kvstitch.evaluation.progress import Progress
+from kvstitch.evaluation.records import RunFolder, config_hash, write_text
+from kvstitch.evaluation.tasks import Needle, Reasoning, Text
+from kvstitch.evaluation.tasks.base import Sample, Task
+
+GENERATED = {"reasoning": Reasoning, "needle": Needle}
+_FOLDER_NOTE = (
+    "# Records of bench=community_quality: one a text, piece, length, method and budget; each says how it was made.\n"
+)
+
+
+@dataclass(frozen=True)
+class QualityBenchmark:
+    """A table of methods and budgets over texts: closed loop, token by token, teacher-forced, against the dense model.
+
+    Every record goes to `predictions.jsonl` in `output` as soon as it is there; the same command goes on from what it
+    finds, and one with more texts, methods or budgets adds to it. `tables.md` is written at the end.
+
+    Args:
+        methods: allocators by name, None leaves one out; one with a `seed` gets that of the piece.
+        texts: "reasoning" and "needle", which are generated, or paths of UTF-8 text files.
+        lengths: tokens that are prefilled (generated texts: to within a sentence).
+        budgets: slots a kv head.
+        pieces: of each text, one after another; a seed each.
+        decode_tokens: tokens decoded after the prompt.
+        output: folder of the records.
+        threads: torch threads.
+        press: further arguments of the press, by name.
+        model: loads the model.
+    """
+
+    methods: Mapping[str, RetrievingAllocator | None]
+    texts: Sequence[str] = tuple(GENERATED)
+    lengths: Sequence[int] = (4096,)
+    budgets: Sequence[int] = (64, 128, 256, 512, 1024)
+    pieces: int = 1
+    decode_tokens: int = 64
+    output: str = "runs/community_quality"
+    threads: int = 2
+    press: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[], LoadedModel] = load_smollm2
+
+    def __post_init__(self):
+        for name in ("pieces", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.decode_tokens < 2:
+            raise ValueError(f"decode_tokens must be at least 2, as each predicts the next, got {self.decode_tokens}")
+        if max(self.budgets) >= min(self.lengths):
+            raise ValueError(
+                f"budgets must be below lengths, or everything is read: got {max(self.budgets)} and {min(self.lengths)}"
+            )
+        names = [_short(text) for text in self.texts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"texts must differ in their names, got {', '.join(names)}")
+
+    def run(self) -> list[dict[str, Any]]:
+        """An overview, a row for each text, length and method; the full tables are printed before it."""
+        torch.set_num_threads(self.threads)
+        folder = RunFolder(Path(self.output).expanduser())
+        progress = Progress(sys.stderr)
+        with folder.opened(_FOLDER_NOTE):
+            records = {record["id"]: record for record in folder.read_records()}
+            cells = list(self._cells())
+            wanted = [record_id for cell in cells for record_id in cell.ids.values()]
+            progress.note(f"{len(wanted)} records, {len(set(wanted) & set(records))} of them are in {folder} already")
+            loaded = None
+            for cell in cells:
+                if not set(cell.ids.values()) <= set(records):
+                    loaded = loaded or self.model()
+                    for record in self._measured(loaded, cell, set(records)):
+                        folder.append(record)
+                        records[record["id"]] = record
+                        progress.note(f"{record['id']}: KL {record['metrics']['kl']:.4f}")
+            chosen = [records[record_id] for record_id in wanted]
+            tables = markdown(chosen)
+            write_text(folder.path / "tables.md", tables)
+        print(tables)
+        return overview(chosen)
+
+    def _cells(self) -> Iterator["_Cell"]:
+        for length, text, piece in itertools.product(self.lengths, self.texts, range(self.pieces)):
+            chosen = {name: allocator for name, allocator in self.methods.items() if allocator is not None}
+            allocators = {name: _seeded(allocator, piece) for name, allocator in chosen.items()}
+            ids = {
+                (name, budget): self._id(text, length, piece, name, allocator, budget)
+                for name, allocator in allocators.items()
+                for budget in self.budgets
+            }
+            yield _Cell(text, length, piece, allocators, ids)
+
+    def _id(self, text: str, length: int, piece: int, name: str, allocator: RetrievingAllocator, budget: int) -> str:
+        """Readable, and unique for everything that the record depends on."""
+        options = {field.name: getattr(allocator, field.name) for field in dataclasses.fields(allocator)}
+        made_by = {"kind": type(allocator).__name__, "options": options, "press": dict(self.press), "text": text}
+        digest = config_hash(made_by | {"decode_tokens": self.decode_tokens})
+        return f"{_short(text)}-{length}-{piece}-{name}-{budget}-{digest[:8]}"
+
+    def _measured(self, loaded: LoadedModel, cell: "_Cell", done: set[str]) -> Iterator[dict[str, Any]]:
+        task, sample = self._sample(loaded, cell)
+        prompt = SharedPrompt(loaded, task, sample)
+        for name, allocator in cell.allocators.items():
+            budgets = [budget for budget in self.budgets if cell.ids[name, budget] not in done]
+            for budget, metrics in prompt.measure(allocator, budgets, **self.press):
+                yield {
+                    "id": cell.ids[name, budget],
+                    "text": _short(cell.text),
+                    "length": cell.length,
+                    "prompt_tokens": len(sample.prompt_ids),
+                    "piece": cell.piece,
+                    "method": name,
+                    "budget": budget,
+                    "metrics": metrics,
+                }
+
+    def _sample(self, loaded: LoadedModel, cell: "_Cell") -> tuple[Task, Sample]:
+        total = cell.length + self.decode_tokens
+        if cell.text in GENERATED:
+            task: Task = GENERATED[cell.text](length=total, num_samples=cell.piece + 1)
+        else:
+            task = Text(path=cell.text, length=total, num_samples=cell.piece + 1)
+        samples = task.samples(loaded.tokenizer, max_positions(loaded.model))
+        sample = next(itertools.islice(samples, cell.piece, None))
+        return task, prefilled_but(sample, self.decode_tokens)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One prompt and what is to be known of it."""
+
+    text: str
+    length: int
+    piece: int
+    allocators: Mapping[str, RetrievingAllocator]
+    ids: Mapping[tuple[str, int], str]
+
+
+def _seeded(allocator: RetrievingAllocator, seed: int) -> RetrievingAllocator:
+    has_seed = any(field.name == "seed" for field in dataclasses.fields(allocator))
+    return dataclasses.replace(allocator, seed=seed) if has_seed else allocator
+
+
+def _short(text: str) -> str:
+    return text if text in GENERATED else Path(text).stem

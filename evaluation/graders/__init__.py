@@ -1,0 +1,1 @@
+"""Graders by kind; `kvstitch.evaluation.grading.GRADERS` names them all."""

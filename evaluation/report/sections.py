@@ -1,0 +1,179 @@
+"""Runs that can be compared stand together: one section a model, task and mode, one entry a method and budget."""
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstitch.evaluation.records import config_hash
+from kvstitch.evaluation.report.runs import Run
+from kvstitch.evaluation.summary import summarise
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+# The press repeats what stands elsewhere in the configuration.
+_REPEATED = ("press.scorer.", "press.allocator.", "press.budget", "press.interval", "press._target_")
+_SEEDS = ("seed", "task.seed")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metric over all samples of all seeds.
+
+    Args:
+        mean: over the samples.
+        std: standard deviation over the samples.
+        seeds_std: standard deviation over the means of the seeds; None with one seed.
+        n: samples.
+        seeds: runs that differ in nothing but the seed.
+    """
+
+    mean: float
+    std: float | None
+    seeds_std: float | None
+    n: int
+    seeds: int
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean over the samples."""
+        return None if self.std is None else self.std / self.n**0.5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method at one budget: the runs that differ in nothing but the seed.
+
+    Args:
+        method: press, scorer and allocator, and what else sets it apart from the others of its section.
+        budget: as it was written, e.g. "256 tokens"; "" for the dense model.
+        budget_value: as a number; None for the dense model.
+        runs: by seed.
+    """
+
+    method: str
+    budget: str
+    budget_value: float | None
+    runs: tuple[Run, ...]
+
+    def value(self, metric: str) -> Value | None:
+        """A metric of this entry; None if no sample has it."""
+        each = [[record["metrics"].get(metric) for record in run.records if "error" not in record] for run in self.runs]
+        whole = summarise(number for numbers in each for number in numbers)
+        if whole["mean"] is None:
+            return None
+        means = [mean for mean in (summarise(numbers)["mean"] for numbers in each) if mean is not None]
+        spread = statistics.stdev(means) if len(means) > 1 else None
+        return Value(whole["mean"], whole["std"], spread, whole["n"], len(means))
+
+
+@dataclass(frozen=True)
+class Section:
+    """What was evaluated on the same samples of the same model.
+
+    Args:
+        title: model, task, mode, and what else sets it apart.
+        entries: ordered by method and budget, the dense model first.
+    """
+
+    title: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def pressed(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.budget_value is not None)
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods other than the dense model, in order."""
+        return list(dict.fromkeys(entry.method for entry in self.pressed))
+
+    @property
+    def budgets(self) -> list[tuple[float, str]]:
+        """Budgets in ascending order, as number and text."""
+        return sorted({(entry.budget_value, entry.budget) for entry in self.pressed})
+
+    def dense(self, metric: str) -> Value | None:
+        """A metric of the dense model on the same samples: its own run's, or that of the entry with most samples."""
+        found = [value for entry in self.entries if (value := entry.value(f"dense_{metric}")) is not None]
+        return max(found, key=lambda value: value.n, default=None)
+
+
+def sections_of(runs: Sequence[Run]) -> list[Section]:
+    """Sort runs into sections and entries."""
+    places: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        places[config_hash(_place(run))].append(run)
+    extra = _differences([_flat(_place(group[0])) for group in places.values()])
+    return [_section(group, words) for group, words in zip(places.values(), extra)]
+
+
+def _place(run: Run) -> dict[str, Any]:
+    task = {key: value for key, value in run.config["task"].items() if key not in ("seed", "shard", "num_shards")}
+    return {"model": run.config["model"], "task": task, "mode": run.config["mode"]}
+
+
+def _section(runs: Sequence[Run], extra: str) -> Section:
+    labels = runs[0].labels
+    title = f"{labels['task']} · {labels['model']} · {labels['mode']}" + (f" · {extra}" if extra else "")
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[config_hash({key: value for key, value in _flat(run.config).items() if key not in _SEEDS})].append(run)
+    by_label: dict[str, list[tuple[Run, ...]]] = defaultdict(list)
+    for group in groups.values():
+        by_label[method_label(group[0].labels)].append(tuple(sorted(group, key=lambda run: run.config["seed"])))
+    entries = []
+    for label, members in by_label.items():
+        words = _differences([_method_leaves(group[0]) for group in members])
+        for group, more in zip(members, words):
+            budget, number = _budget(group[0])
+            entries.append(Entry(f"{label} ({more})" if more else label, budget, number, group))
+    entries.sort(key=lambda entry: (entry.budget_value is not None, entry.method, entry.budget_value or 0))
+    return Section(title, tuple(entries))
+
+
+def method_label(labels: Mapping[str, Any]) -> str:
+    """`ams tova segment_quota`; `dense`."""
+    if labels["press"] == "dense":
+        return "dense"
+    return " ".join(dict.fromkeys(str(labels[name]) for name in ("press", "scorer", "allocator") if labels.get(name)))
+
+
+def _method_leaves(run: Run) -> dict[str, Any]:
+    """What may set two runs with the same label apart, budgets and seeds aside."""
+    return {
+        key: value
+        for key, value in _flat(run.config).items()
+        if key not in (*_SEEDS, "budget") and not key.startswith(_REPEATED)
+    }
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each configuration the leaves in which they are not all the same, e.g. `allocator.segment_mass=0.05`."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    apart = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+    apart = [key for key in apart if not key.endswith("_target_")] or apart
+    return [", ".join(f"{key}={config[key]}" for key in apart if key in config) for config in configs]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(config, prefix))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _budget(run: Run) -> tuple[str, float | None]:
+    if run.labels["press"] == "dense":
+        return "", None
+    budget = run.config["budget"]
+    if isinstance(budget, str):
+        number, unit = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", budget).groups()
+        return budget, float(number) * _UNITS[unit]
+    return (f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"), float(budget)

@@ -1,0 +1,29 @@
+"""Everything a report writes, into one folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstitch.evaluation.records import write_text
+from kvstitch.evaluation.report.page import page
+from kvstitch.evaluation.report.runs import Problem
+from kvstitch.evaluation.report.sections import Section
+from kvstitch.evaluation.report.tables import markdown, summary_csv
+
+
+def write_report(
+    folder: Path, sections: Sequence[Section], problems: Sequence[Problem] = (), title: str = "kvstitch"
+) -> list[Path]:
+    """Write `summary.csv`, `report.md` and `report.html`; earlier ones are replaced.
+
+    Raises:
+        RunError: the disk is full or read-only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "summary.csv": summary_csv(sections),
+        "report.md": markdown(sections),
+        "report.html": page(sections, problems, title),
+    }
+    for name, content in contents.items():
+        write_text(folder / name, content)
+    return [folder / name for name in contents]

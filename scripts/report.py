@@ -1,0 +1,44 @@
+"""Tables and figures of finished runs, from their folders alone.
+
+python scripts/report.py runs
+python scripts/report.py runs/needle-* --output needles
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvstitch.evaluation.records import RunError
+from kvstitch.evaluation.report import find_runs, sections_of, write_report
+from kvstitch.evaluation.report.tables import print_sections
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 written, 1 nothing to report, 2 a wrong command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders that hold them")
+    parser.add_argument("--output", type=Path, help="folder to write into; default: report/ in the first folder given")
+    parser.add_argument("--title", default="kvstitch", help="of the page")
+    options = parser.parse_args(arguments)
+    first = options.runs[0]
+    parent = first.parent if (first / "config.yaml").exists() else first
+    try:
+        runs, problems = find_runs(options.runs)
+        for problem in problems:
+            print(f"left out: {problem.path}: {problem.reason}", file=sys.stderr)
+        if not runs:
+            raise RunError("no finished run in " + ", ".join(map(str, options.runs)))
+        sections = sections_of(runs)
+        print_sections(sections, Console())
+        for path in write_report(options.output or parent / "report", sections, problems, options.title):
+            print(path)
+    except (RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""kvpress's presses as rows: they keep exactly the budget, and answer as they do in kvpress's own pipeline."""
+
+from io import StringIO
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+kvpress = pytest.importorskip("kvpress", reason="kvpress is an extra")
+
+from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample  # noqa: E402
+from kvstitch.evaluation.progress import Progress  # noqa: E402
+from kvstitch.evaluation.records import RunFolder  # noqa: E402
+from kvstitch.evaluation.runner import Evaluation, run_evaluation  # noqa: E402
+
+
+@pytest.mark.parametrize("budget, kept", [(1, 1), (37, 37), (0.25, 25), (100, 100), (500, 100)])
+def test_the_budget_is_kept_to_the_slot(tiny, make_sample, make_task, budget, kept):
+    sample = make_sample("a", questions=2)
+    record = kvpress_sample(tiny, KVPressBaseline("KnormPress", budget), make_task([sample]), sample).record
+    metrics = record["metrics"]
+    assert metrics["peak_slots"] == metrics["mean_slots"] == kept and metrics["dense_peak_slots"] == 100
+    assert metrics["events"] == (kept < 100) and metrics["kv_bytes"] <= metrics["dense_kv_bytes"]
+    if kept == 100:
+        assert all(answer["pressed"] == answer["dense"] for answer in record["answers"])
+
+
+def test_answers_are_those_of_kvpress_s_pipeline(tiny, make_sample, make_task):
+    sample = make_sample("a", questions=3, max_new_tokens=6)
+    record = kvpress_sample(tiny, KVPressBaseline("KnormPress", 20), make_task([sample]), sample).record
+    pipe = kvpress.KVPressTextGenerationPipeline(model=tiny.model, tokenizer=tiny.tokenizer)
+    inputs = {
+        "context_ids": torch.tensor([[*sample.prompt_ids, *sample.trace_ids]]),
+        "questions_ids": [torch.tensor([list(question.cue_ids)]) for question in sample.questions],
+    }
+    press = kvpress.KnormPress(compression_ratio=0.795)
+    with torch.no_grad():
+        theirs = pipe._forward(inputs, max_new_tokens=6, press=press, cache=DynamicCache())
+    assert [answer["pressed"]["text"] for answer in record["answers"]] == theirs
+
+
+def test_a_row_beside_ours(tiny, make_sample, make_task, tmp_path):
+    evaluation = Evaluation(KVPressBaseline("KnormPress", 20), make_task([make_sample("a"), make_sample("b")]))
+    with RunFolder(tmp_path / "run").opened("") as folder:
+        labels = {"press": "kvpress", "mode": "replay"}
+        metrics = run_evaluation(evaluation, lambda: tiny, folder, labels, Progress(StringIO()))
+    assert metrics["budget_bound"] is True and metrics["metrics"]["accuracy"]["n"] == 2
+    assert metrics["metrics"]["dense_accuracy"]["n"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        (("SnapKvPress", 20), ValueError, "is no press of kvpress .*; did you mean 'SnapKVPress'?"),
+        (("KnormPress", "64MiB"), ValueError, "must be tokens or a kept fraction, got bytes"),
+        (("KnormPress", 2.5), ValueError, "kept fraction"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        KVPressBaseline(*arguments)

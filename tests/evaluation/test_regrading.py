@@ -1,0 +1,99 @@
+"""Grading a run again: the same scores, and every change named."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvstitch.evaluation.answers import answer_metrics, graded
+from kvstitch.evaluation.records import RunError
+from kvstitch.evaluation.regrading import recorded_task, regrade
+from kvstitch.evaluation.tasks import GSM8K, Question
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "regrade.py"
+TASK = {
+    "_target_": "kvstitch.evaluation.tasks.GSM8K",
+    "path": "test.jsonl",
+    "num_samples": 2,
+    "shard": 0,
+    "num_shards": 1,
+}
+
+
+class Spelled:
+    """Decodes token ids that are characters."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Two samples as a run records them: pressed right and wrong, dense right both times; a third failed."""
+    task = GSM8K(path="test.jsonl")
+    lines = []
+    for index, texts in enumerate([(r"so \boxed{18}", "18"), ("19", r"\boxed{1} or \boxed{18}")]):
+        question = Question("", (), ("18",), 1024)
+        answer = {"gold": ["18"], "meta": {}}
+        for side, text in zip(("pressed", "dense"), texts):
+            answer[side] = graded(task, question, Spelled(), [ord(letter) for letter in text])
+        lines.append(
+            {"id": f"test-{index}", "meta": {}, "metrics": {"kl": 0.5} | answer_metrics([answer]), "answers": [answer]}
+        )
+    lines.append({"id": "test-2", "meta": {}, "error": "not finite"})
+    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"task": TASK}))
+    return tmp_path
+
+
+def test_the_same_graders_give_the_same_scores(run_folder):
+    result = regrade(run_folder)
+    recorded = [json.loads(line) for line in (run_folder / "predictions.jsonl").read_text().splitlines()]
+    assert result.records == recorded and result.changes == []
+    assert result.before == result.after == {"accuracy": 0.5, "dense_accuracy": 1.0}
+
+
+def test_a_score_that_was_wrong_is_named(run_folder):
+    path = run_folder / "predictions.jsonl"
+    path.write_text(path.read_text().replace('"score": 0.0', '"score": 1.0'))
+    result = regrade(run_folder)
+    (change,) = result.changes
+    assert (change.sample, change.answer, change.side, change.before, change.after) == (
+        "test-1",
+        0,
+        "pressed",
+        1.0,
+        0.0,
+    )
+    assert result.after["accuracy"] == 0.5 and result.records[1]["metrics"]["kl"] == 0.5
+
+
+def test_the_task_is_that_of_the_configuration(run_folder):
+    task = recorded_task(run_folder)
+    assert isinstance(task, GSM8K) and task.path == "test.jsonl" and task.num_samples == 2
+    for target, message in (
+        ("os.path.join", "is not a task of kvstitch"),
+        ("kvstitch.evaluation.tasks.Gone", "any more"),
+    ):
+        (run_folder / "config.yaml").write_text(yaml.safe_dump({"task": {"_target_": target}}))
+        with pytest.raises(RunError, match=message):
+            recorded_task(run_folder)
+    with pytest.raises(RunError, match=r"is no run folder: it has no config\.yaml"):
+        regrade(run_folder / "absent")
+
+
+def test_the_script_says_what_changed(run_folder, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("kvstitch_script_regrade", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    call = lambda *arguments: monkeypatch.setattr(sys, "argv", ["regrade.py", *arguments]) or module.main()
+    assert call(str(run_folder)) == 0
+    assert "dense_accuracy: 1.0000 recorded, 1.0000 now" in capsys.readouterr().out
+    path = run_folder / "predictions.jsonl"
+    path.write_text(path.read_text().replace('"score": 0.0', '"score": 1.0'))
+    assert call(str(run_folder)) == 2
+    assert "test-1, answer 0, pressed: 1 recorded, 0 now" in capsys.readouterr().out
+    assert call(str(run_folder / "absent")) == 1 and "is no run folder" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Many methods and budgets from one prompt: the same figures as one by one, resumed, in tables."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvstitch.allocators.retrieval import (
+    ClusterRetrieval,
+    CommunityRetrieval,
+    GraphEviction,
+    OracleRetrieval,
+    PageRetrieval,
+    WindowRetrieval,
+)
+from kvstitch.evaluation.benchmarks import retrieval_quality
+from kvstitch.evaluation.benchmarks.retrieval_quality import QualityBenchmark
+from kvstitch.evaluation.benchmarks.retrieval_shared import SharedPrompt
+from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, verdicts
+from kvstitch.evaluation.closed_loop import closed_loop_sample
+from kvstitch.evaluation.models import LoadedModel
+from kvstitch.evaluation.tasks.base import Question, Sample
+from kvstitch.presses import RetrievalPress
+
+TOKENS = torch.randint(3, 90, (130,), generator=torch.Generator().manual_seed(0)).tolist()
+SAMPLE = Sample("a", tuple(TOKENS[:110]), tuple(TOKENS[110:]), (Question("", (5, 6), ("x",), 3),))
+COMMUNITY = CommunityRetrieval(top_k=3, refine_steps=2, replacement=2)
+OPTIONS = {"num_sinks": 2}
+
+
+class Tokenizer:
+    eos_token_id = pad_token_id = 0
+
+    def decode(self, ids, **options):
+        return " ".join(map(str, ids))
+
+
+class Grader:
+    def grade(self, question, prediction):
+        return float(len(prediction.split()) == question.max_new_tokens)
+
+    def samples(self, tokenizer, max_positions):
+        for index in range(4):
+            yield dataclasses.replace(SAMPLE, id=str(index), prompt_ids=SAMPLE.prompt_ids[index:])
+
+
+@pytest.fixture
+def loaded():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
+    model.generation_config.eos_token_id = None
+    return LoadedModel(model, Tokenizer())
+
+
+@pytest.mark.parametrize(
+    "allocator",
+    [
+        COMMUNITY,
+        CommunityRetrieval.paper(top_k=3),
+        dataclasses.replace(COMMUNITY, growth="nearest", refresh=5),
+        ClusterRetrieval(tokens_per_cluster=8, steps=2),
+        PageRetrieval(page_size=8),
+        OracleRetrieval(select="query_head"),
+        WindowRetrieval(),
+        GraphEviction(top_k=3),
+    ],
+    ids=lambda allocator: f"{type(allocator).__name__}-{getattr(allocator, 'growth', '')}",
+)
+def test_a_shared_prompt_gives_what_each_press_gives_alone(loaded, allocator):
+    # The first two budgets have as many recent tokens, the last has fewer.
+    budgets = (40, 48, 24)
+    options = OPTIONS | {"num_recent": None}
+    found = dict(SharedPrompt(loaded, Grader(), SAMPLE).measure(allocator, budgets, **options))
+    assert list(found) == list(budgets)
+    for budget in budgets:
+        press = RetrievalPress(allocator, budget, **options)
+        alone = closed_loop_sample(loaded, press, Grader(), SAMPLE, speed_tokens=0).record["metrics"]
+        assert alone["kl"] > 1e-5
+        for name in ("kl", "nll", "top1_agreement", "mass_recall", "read_slots", "read_bytes", "accuracy"):
+            assert found[budget][name] == pytest.approx(alone[name], rel=1e-5), (budget, name)
+        for name in ("modularity", "communities"):
+            assert found[budget][name] == (None if alone[name] is None else pytest.approx(alone[name])), name
+
+
+@pytest.fixture
+def benchmark(loaded, tmp_path, monkeypatch):
+    tasks = {"one": lambda **options: Grader(), "two": lambda **options: Grader()}
+    monkeypatch.setattr(retrieval_quality, "GENERATED", tasks)
+    methods = {"recommended": COMMUNITY, "oracle": OracleRetrieval(), "quest": PageRetrieval(page_size=8)}
+
+    def make(**options):
+        settings = dict(
+            methods=methods, texts=("one",), lengths=(110,), budgets=(32, 48), decode_tokens=16,
+            output=str(tmp_path / "out"), threads=torch.get_num_threads(), press=OPTIONS, model=lambda: loaded,
+        )  # fmt: skip
+        return QualityBenchmark(**(settings | options))
+
+    return make
+
+
+def test_a_second_command_measures_only_what_is_new(benchmark, monkeypatch, capsys):
+    rows = benchmark().run()
+    assert [row["method"] for row in rows] == ["recommended", "oracle", "quest"] and all(row["32"] > 0 for row in rows)
+    measured = []
+    real = SharedPrompt.measure
+    monkeypatch.setattr(
+        SharedPrompt, "measure", lambda self, allocator, budgets, **o: measured.append(list(budgets)) or real(self, allocator, budgets, **o)
+    )  # fmt: skip
+    assert benchmark().run() == rows and measured == []
+    more = benchmark(texts=("one", "two"), budgets=(32, 48, 64)).run()
+    assert measured == [[64]] * 3 + [[32, 48, 64]] * 3
+    assert [row["32"] for row in more[:3]] == [row["32"] for row in rows]
+    assert "## 110 tokens prefilled, 2 prompts: one, two" in capsys.readouterr().out
+
+
+def test_pieces_have_seeds_of_their_own(benchmark, tmp_path):
+    benchmark(pieces=2, budgets=(32,)).run()
+    lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and (tmp_path / "out" / "tables.md").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"budgets": (64, 110)}, "budgets must be below lengths"),
+        ({"pieces": 0}, "pieces must be at least 1, got 0"),
+        ({"decode_tokens": 1}, "decode_tokens must be at least 2"),
+        ({"texts": ("a/x.txt", "b/x.txt")}, "texts must differ in their names, got x, x"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(benchmark, options, message):
+    with pytest.raises(ValueError, match=message):
+        benchmark(**options)
+
+
+def record(method, kl, text="book", budget=256, length=4096, piece=0, **metrics):
+    values = {
+        "kl": kl,
+        "top1_agreement": 0.9,
+        "read_slots": budget,
+        "dense_read_bytes": 2e6,
+        "modularity": None,
+    } | metrics
+    return {"method": method, "text": text, "budget": budget, "length": length, "piece": piece, "metrics": values}
+
+
+def test_tables_and_verdicts():
+    records = [
+        record("oracle", 0.01), record("quest", 0.11), record("paper", 0.3), record("recommended", 0.02, modularity=0.5),
+        record("oracle", 0.1, "code"), record("quest", 0.2, "code"), record("paper", 0.15, "code"),
+        record("recommended", 0.16, "code", modularity=0.7), record("recommended", 0.04, piece=1),
+    ]  # fmt: skip
+    assert verdicts(records) == [
+        "recommended beats quest in KL everywhere",
+        "recommended beats paper in KL except on code at 256",
+        "recommended closes 80 % of the KL gap between quest and oracle at 256 on book",
+        "recommended closes 40 % of the KL gap between quest and oracle at 256 on code",
+    ]
+    text = markdown(records)
+    assert "| recommended | 0.0733 ± 0.0757 |" in text
+    assert "| recommended | 0.0300 / 90.0 |" in text
+    assert "| method | KL | top-1 % | slots | modularity |" in text and "| quest | 0.1550 | 90.0 | 256 | – |" in text
+    assert "dense reads 2.0 MB a step" in text

@@ -1,0 +1,59 @@
+"""Bytes and peaks are measured, and the regions of an index are told token by token."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvstitch.allocators import CommunityRetrieval
+from kvstitch.evaluation.compactions import region_arrays
+from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
+from kvstitch.evaluation.streams import Stream, auxiliary_bytes
+from kvstitch.presses import RetrievalPress
+
+
+def test_a_peak_is_forgotten_and_seen_again():
+    reset_peak_memory()
+    before = peak_memory()["peak_process_bytes"]
+    block = torch.ones(2**26, dtype=torch.uint8)
+    during = peak_memory()["peak_process_bytes"]
+    assert during >= before + 2**25
+    del block
+    reset_peak_memory()
+    if peak_memory()["peak_process_bytes"] == during:
+        pytest.skip("this kernel cannot forget a peak")
+    assert peak_memory()["peak_process_bytes"] < during
+
+
+def test_auxiliary_bytes_are_those_beside_keys_and_values(tiny, make_press):
+    dense = Stream(tiny.model)
+    dense.prefill([5] * 30)
+    assert auxiliary_bytes(dense.cache) == 0
+    with make_press()(tiny.model) as run:
+        pressed = Stream(tiny.model)
+        pressed.prefill([5] * 30)
+        positions = sum(layer.positions.untyped_storage().nbytes() for layer in run.layers.values())
+        held = auxiliary_bytes(pressed.cache)
+        assert positions <= held < positions + 4096
+        # A look changes nothing, and nothing is counted twice.
+        assert auxiliary_bytes(pressed.cache) == held
+        layer = next(iter(run.layers.values()))
+        layer.slot_state["credit"] = torch.zeros(1, 2, 30)
+        layer.slot_state["same"] = layer.slot_state["credit"]
+        assert auxiliary_bytes(pressed.cache) == held + 240
+
+
+def test_regions_of_an_index_cover_what_is_neither_sink_nor_recent(tiny):
+    press = RetrievalPress(CommunityRetrieval(), budget=40, num_sinks=4, num_recent=8)
+    with press(tiny.model) as run:
+        stream = Stream(tiny.model)
+        stream.prefill(torch.randint(3, 97, (120,), generator=torch.Generator().manual_seed(0)).tolist())
+        assert region_arrays(run, "a") == {}
+        stream.feed([5])
+        arrays = region_arrays(run, "a")
+        sizes = run.events[0].layers[0].details["sizes"][0]
+    assert str(arrays["sample"]) == "a" and {f"labels_{layer}" for layer in range(3)} < set(arrays)
+    labels = arrays["labels_0"]
+    assert labels.shape == (2, 121) and (labels[:, :4] == -1).all() and (labels[:, -8:] == -1).all()
+    for head in range(2):
+        assert (np.bincount(labels[head][labels[head] >= 0], minlength=sizes.shape[1]) == sizes[head].numpy()).all()
+    assert np.isfinite(arrays["modularity_0"])

@@ -1,0 +1,101 @@
+"""Caches and models that cannot be compacted are named and refused before any layer runs."""
+
+import pytest
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    T5GemmaModuleConfig,
+)
+from transformers.cache_utils import QuantizedLayer
+
+from kvstitch.allocators import GlobalTopK
+from kvstitch.presses import EvictionPress, UnsupportedModel
+from kvstitch.scorers import TOVA
+
+
+class PlainQuantizedLayer(QuantizedLayer):
+    """Quantised in name: the real ones need packages of their own."""
+
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def quantized(model):
+    return Cache(layers=[PlainQuantizedLayer() for _ in range(4)])
+
+
+def offloaded(model):
+    cache = DynamicCache(config=model.config)
+    # What `offloading=True` sets, without the stream of a GPU that it asks for.
+    cache.offloading = True
+    return cache
+
+
+def encoder_decoder(model):
+    return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+
+
+@pytest.fixture
+def press():
+    return EvictionPress(TOVA(), GlobalTopK(num_sinks=1, num_recent=1), budget=12, interval=6)
+
+
+@pytest.fixture
+def ran(llama):
+    """Layers of the model that have run."""
+    layers = []
+    for module in llama.model.layers:
+        module.register_forward_pre_hook(lambda *_: layers.append(1))
+    return layers
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (quantized, "quantised.*got PlainQuantizedLayer"),
+        (offloaded, "does not support offloaded caches"),
+        (encoder_decoder, "encoder-decoder caches cannot be compacted, got EncoderDecoderCache"),
+    ],
+)
+def test_caches(llama, random_tokens, press, ran, build, message):
+    ids = random_tokens(1, 12)
+    with press(llama):
+        with pytest.raises(NotImplementedError, match=message):
+            llama(ids, past_key_values=build(llama), use_cache=True)
+        with pytest.raises(NotImplementedError, match=message):
+            llama.generate(input_ids=ids, past_key_values=build(llama), max_new_tokens=3)
+        assert not ran
+        # The model is as useful as before.
+        llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    assert ran
+
+
+@pytest.mark.parametrize("name", ["quantized", "offloaded", "static", "offloaded_static"])
+def test_cache_implementations_by_name(llama, random_tokens, press, ran, name):
+    with press(llama), pytest.raises(NotImplementedError, match=f"cache_implementation='{name}'.*leave it out"):
+        llama.generate(input_ids=random_tokens(1, 12), cache_implementation=name, max_new_tokens=3)
+    llama.generation_config.cache_implementation = name
+    with press(llama), pytest.raises(NotImplementedError, match=f"cache_implementation='{name}'.*leave it out"):
+        llama.generate(input_ids=random_tokens(1, 12), max_new_tokens=3)
+    assert not ran
+
+
+def test_encoder_decoder_models(press):
+    """One with RoPE and with caches of the usual kind, so that nothing but its being two models stands in the way."""
+    module = dict(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    config = T5GemmaConfig(encoder=T5GemmaModuleConfig(**module), decoder=T5GemmaModuleConfig(**module), vocab_size=50)
+    model = T5GemmaForConditionalGeneration(config).eval()
+    attributes = set(vars(model))
+    with pytest.raises(UnsupportedModel, match="T5GemmaForConditionalGeneration is an encoder-decoder model"):
+        press(model)
+    assert set(vars(model)) == attributes

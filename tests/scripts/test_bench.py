@@ -1,0 +1,34 @@
+"""The command times one kernel, ends with one line of JSON, and fails if a kernel is wrong."""
+
+import json
+
+import pytest
+
+from kvstitch.evaluation.benchmarks import kernels_checks
+from kvstitch.evaluation.benchmarks.kernels_checks import Difference
+
+SMALL = ("bench=compact", "bench.device=cpu", "bench.rounds=2", "bench.workload.length=64", "bench.workload.kept=16")
+
+
+def test_a_kernel_is_checked_and_timed(script):
+    outcome = script("bench", *SMALL)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out.splitlines()[-1])
+    check, timed = found["rows"]
+    assert found["bench"] == "compact" and found["machine"]["torch"]
+    assert check["passed"] and timed["operator"] == "compact" and timed["length"] == 64 and timed["ms"] > 0
+
+
+def test_a_wrong_kernel_is_named_and_not_timed(script, monkeypatch):
+    monkeypatch.setitem(kernels_checks.CHECKS, "compact", lambda setting: iter([Difference("keys", 1.0, 0.0)]))
+    outcome = script("bench", *SMALL)
+    assert outcome.status == 1
+    (check,) = json.loads(outcome.out.splitlines()[-1])["rows"]
+    assert not check["passed"] and check["worst"] == "keys"
+    assert "not timed, because they are wrong on this machine: compact" in outcome.err
+
+
+@pytest.mark.parametrize("override", ["bench.device=tpu", "bench.nonsense=1"])
+def test_mistakes_get_one_message(script, override):
+    outcome = script("bench", *SMALL, override)
+    assert outcome.status == 1 and "Traceback" not in outcome.err
