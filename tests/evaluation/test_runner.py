@@ -35,9 +35,7 @@ def run(evaluation, tiny, folder, progress=None):
 
 def without_times(record):
     unsteady = ("second", "time", "peak_process")
-    metrics = {
-        name: value for name, value in record["metrics"].items() if not any(part in name for part in unsteady)
-    }
+    metrics = {name: value for name, value in record["metrics"].items() if not any(part in name for part in unsteady)}
     return record | {"metrics": metrics}
 
 

@@ -74,7 +74,10 @@ def test_dense_alone_has_one_column():
             {"failed_samples": {"x-3": "the dense model's logits are not finite"}},
             "1 samples failed and count in no metric (x-3: the",
         ),
-        ({"skipped_records": ["a.jsonl, line 3: no field 'answer'"]}, "1 malformed records were skipped, the first: a.jsonl"),
+        (
+            {"skipped_records": ["a.jsonl, line 3: no field 'answer'"]},
+            "1 malformed records were skipped, the first: a.jsonl",
+        ),
         ({"metrics": METRICS | {"dense_reused": one(1.0)}}, "The dense model's side was read from an earlier run"),
         ({"metrics": METRICS | {"compared_tokens": one(0)}}, "No trace was longer than one interval of 512 tokens"),
     ],

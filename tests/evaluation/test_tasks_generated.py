@@ -86,7 +86,9 @@ def test_derivation_is_true_and_answers_stand_in_it(derivations):
                 r"so (\w+) = (\d+)\. ",
                 reason,
             ):
-                difference, word, source, source_again, known, left, sign, right, result, again, once_more = derived.groups()
+                difference, word, source, source_again, known, left, sign, right, result, again, once_more = (
+                    derived.groups()
+                )
                 assert source == source_again and values[source] == int(known) == int(left)
                 assert difference == right and (word == "more") == (sign == "+")
                 assert int(left) + int(sign + right) == int(result) == int(value) == int(once_more) and again == name

@@ -30,7 +30,7 @@ def build(group: str, name: str):
 ALLOCATORS = [name for name in parts("allocator") if isinstance(build("allocator", name), EvictingAllocator)]
 # Quotas of the public code depend on the other rows of a batch; that is one of the things it replays.
 BATCH_COUPLED = {"segment_quota_reference"}
-UNEQUAL = {"head_adaptive", "pyramid"}
+UNEQUAL = {"head_adaptive", "head_adaptive_mask", "pyramid"}
 
 
 @pytest.fixture(scope="module")

@@ -131,8 +131,6 @@ def test_a_batch_operation_moves_all_that_a_layer_holds(llama, random_tokens, on
                 # The rows did differ before, unless what differs is elsewhere (positions of the queries, counts).
                 if name not in ("query positions", "count", "bias"):
                     assert not torch.equal(tensor[0], tensor[2]), name
-            # Nothing is written through a row into its copy.
-            assert layer.keys.data_ptr() != old["keys"].data_ptr()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
