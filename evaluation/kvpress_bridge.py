@@ -42,7 +42,7 @@ class ForKVPress:
         with self.press(model) as run:
             yield run
             run.end_prefill()
-            cache = run._cache
+            cache = run.cache
             compacted = run.layers
         for index, layer in compacted.items():
             if layer.has_empty:

@@ -82,6 +82,11 @@ class Run:
         return dict(zip(self._facts.attention, self._layers()))
 
     @property
+    def cache(self) -> Cache | None:
+        """The cache that went through the model last; None before the first forward."""
+        return self._cache
+
+    @property
     def seen_tokens(self) -> int:
         """Logical length of the sequence in the cache, padding included."""
         layers = self._layers()

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvstitch.allocators import EvictingAllocator, GlobalTopK, SegmentQuota
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
+from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
 from kvstitch.presses import EvictionPress
 from kvstitch.scorers import RKV, TOVA, ExpectedAttention, KeyDiff, Scorer, SnapKV, TriAttention
 
@@ -46,6 +47,8 @@ class EventBenchmark:
         head_dim: D.
         rounds: repeats, of which the median is taken.
         threads: torch threads.
+        memory_slots: length at which the memory that an event needs beside the cache is measured; None leaves it out.
+        memory_scorers: whose events those are.
     """
 
     slots: int = 768
@@ -57,19 +60,36 @@ class EventBenchmark:
     head_dim: int = 64
     rounds: int = 15
     threads: int = 2
+    memory_slots: int | None = 16384
+    memory_scorers: Sequence[str] = ("rkv",)
 
     def __post_init__(self):
-        unknown = [name for name in self.scorers if name not in SCORERS]
+        unknown = [name for name in (*self.scorers, *self.memory_scorers) if name not in SCORERS]
         if unknown:
             raise ValueError(f"scorers must be among {', '.join(SCORERS)}, got {', '.join(unknown)}")
         if not 0 < self.keep < self.slots:
             raise ValueError(f"keep must lie between 0 and slots={self.slots}, got {self.keep}")
 
     def run(self) -> list[dict[str, Any]]:
-        """One row per scorer: milliseconds of each kind of event and the ratios between them."""
+        """One row per scorer: milliseconds of each kind of event and the ratios between them; then the rows of memory."""
         torch.set_num_threads(self.threads)
-        model = self._model()
-        return [self._row(model, name) for name in self.scorers]
+        model = self._model(self.num_layers)
+        rows = [{"kind": "time"} | self._row(model, name) for name in self.scorers]
+        if self.memory_slots is not None:
+            rows += [self._memory_row(name) for name in self.memory_scorers]
+        return rows
+
+    def _memory_row(self, name: str) -> dict[str, Any]:
+        """Resident memory that one event adds at its peak. Layers are scored one by one, so two show what many need."""
+        model = self._model(num_layers=2)
+        run = EvictionPress(SCORERS[name], SegmentQuota.recommended(), self.keep, interval=10**6)(model)
+        with run, torch.no_grad():
+            model(self._tokens(self.memory_slots), use_cache=True, logits_to_keep=1)
+            reset_peak_memory()
+            before = peak_memory()["peak_process_bytes"]
+            run.compact()
+        extra = peak_memory()["peak_process_bytes"] - before
+        return {"kind": "memory", "scorer": name, "slots": self.memory_slots, "extra_mib": round(extra / 2**20, 1)}
 
     def _row(self, model: PreTrainedModel, name: str) -> dict[str, Any]:
         allocators: dict[str, EvictingAllocator] = {
@@ -93,7 +113,7 @@ class EventBenchmark:
         """The second event of a request: credit exists, and heads hold different tokens."""
         press = EvictionPress(scorer, allocator, self.keep, interval=10**6, record_events=False)
         run = press(model)
-        ids = self._tokens()
+        ids = self._tokens(self.slots)
         with run, torch.no_grad():
             cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
             run.compact()
@@ -106,11 +126,14 @@ class EventBenchmark:
         return Contestant(lambda _: run.compact(), prepare)
 
     def _kvpress_event(self, model: PreTrainedModel, name: str) -> Contestant:
-        """What kvpress's DecodingPress does at an event: the press's own score and gather, in every layer."""
+        """What kvpress's DecodingPress does at an event, in every layer; its hook around it is left out."""
         import kvpress
 
-        press = getattr(kvpress, name)(compression_ratio=1 - self.keep / self.slots)
+        press = kvpress.DecodingPress(getattr(kvpress, name)(), self.slots - self.keep, target_size=self.keep)
         modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+        for module in modules:
+            # As kvpress's own context does for scorers that rotate.
+            module.rotary_emb = model.model.rotary_emb
         generator = torch.Generator().manual_seed(0)
         hidden_size = model.config.hidden_size
         layers = []
@@ -128,19 +151,19 @@ class EventBenchmark:
 
         return Contestant(compress)
 
-    def _model(self) -> PreTrainedModel:
+    def _model(self, num_layers: int) -> PreTrainedModel:
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=self.num_query_heads * self.head_dim,
             intermediate_size=256,
-            num_hidden_layers=self.num_layers,
+            num_hidden_layers=num_layers,
             num_attention_heads=self.num_query_heads,
             num_key_value_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            max_position_embeddings=4 * self.slots,
+            max_position_embeddings=4 * max(self.slots, self.memory_slots or 0),
         )
         return LlamaForCausalLM(config).eval()
 
-    def _tokens(self) -> torch.Tensor:
-        return torch.randint(0, 256, (1, self.slots), generator=torch.Generator().manual_seed(1))
+    def _tokens(self, count: int) -> torch.Tensor:
+        return torch.randint(0, 256, (1, count), generator=torch.Generator().manual_seed(1))

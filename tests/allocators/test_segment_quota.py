@@ -347,3 +347,22 @@ def test_bad_arguments_are_refused():
     # The shape checker sees the wrong batch size first.
     with pytest.raises((ValueError, TypeError), match="keep"):
         SegmentQuota().select(scores, scores, torch.tensor([3, 4]))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"keep": 2.5}, TypeError, "keep must be a whole number of slots, or a tensor of them, got 2.5"),
+        ({"keep": True}, TypeError, "keep must be a whole number"),
+        ({"keep": torch.tensor([7.0])}, TypeError, "keep must be a whole number"),
+        ({"keep": 0}, ValueError, "keep must be at least 1"),
+        ({"usage": torch.ones(1, 2, 29)}, ValueError, "usage must have the shape of the scores"),
+    ],
+)
+def test_select_names_what_is_wrong_with_its_arguments(change, error, message):
+    arguments = {"scores": torch.rand(1, 2, 30), "usage": torch.rand(1, 2, 30), "keep": 9} | change
+    # With shape annotations checked, wrong types are caught one step earlier.
+    with pytest.raises((error, TypeError)) as caught:
+        SegmentQuota.recommended().select(**arguments)
+    if "select" not in str(caught.value):
+        caught.match(message)

@@ -170,7 +170,7 @@ def test_a_scorer_that_knows_too_little_waits(llama, random_tokens):
     with EvictionPress(TriAttention(), GlobalTopK(num_sinks=1, num_recent=1), 6, interval=4)(llama) as run:
         step_through(llama, ids, torch.ones_like(ids), [4, *[1] * 15])
         assert run.num_events == 0
-        step_through(llama, ids, torch.ones_like(ids), [1] * 2, run._cache)
+        step_through(llama, ids, torch.ones_like(ids), [1] * 2, run.cache)
         assert run.num_events == 1 and run.events[0].seen_tokens == 20
 
 
