@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_NEWEST ?= .venv-newest
 ARGS ?=
-EXTRAS = kvpress,math,plots,launchers,test
+EXTRAS = kvpress,math,plots,launchers,ray,slurm,test
 # One thread a worker: the tests' tensors are tiny, and two workers fill two cores.
 WORKERS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(1)/bin/python -m pytest -n $(WORKERS) -q $(ARGS)
@@ -28,6 +28,7 @@ setup: $(VENV)/.ready $(VENV)/.model
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else "kvstitch needs Python 3.10 to 3.13, found %d.%d; set PYTHON=python3.12 or the like" % v)'
+	@echo "setting up $(VENV), once: about 3 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $@
@@ -39,7 +40,7 @@ $(VENV)/.model: $(VENV)/.ready
 $(VENV_NEWEST)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_NEWEST)
 	grep -v -E '^(transformers|tokenizers|huggingface-hub|kvpress|typer|typer-slim)==' constraints.txt > $(VENV_NEWEST)/constraints.txt
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --constraint $(VENV_NEWEST)/constraints.txt --editable ".[math,plots,launchers,test]"
+	$(VENV_NEWEST)/bin/python -m pip install --quiet --constraint $(VENV_NEWEST)/constraints.txt --editable ".[math,plots,launchers,ray,slurm,test]"
 	$(VENV_NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(VENV_NEWEST)/constraints.txt transformers
 	@touch $@
 

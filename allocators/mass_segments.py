@@ -89,6 +89,9 @@ class MassSegments(EvictingAllocator):
         """
         _check_shapes(scores, usage, credit, valid)
         limits = Limits.of(self._target(keep, scores.shape[-1]), scores.shape[0], scores.device)
+        if credit is not None:
+            # As usage: what is not a number is no evidence.
+            credit = credit.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         return self._select(scores, usage, limits, credit, valid)
 
     def allocate(

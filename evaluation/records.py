@@ -27,7 +27,10 @@ class RunError(Exception):
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """12 hex digits that name a resolved configuration: plain dicts, lists and scalars; the order of keys is nothing."""
-    canonical = json.dumps(config, sort_keys=True, allow_nan=False)
+    try:
+        canonical = json.dumps(config, sort_keys=True, allow_nan=False)
+    except ValueError:
+        raise RunError("the configuration holds nan or inf where a number is wanted; give a finite one") from None
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 

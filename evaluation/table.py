@@ -132,8 +132,10 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
     if summary["budget_bound"] is False:
         found.append(
             Text(
-                f"THE BUDGET NEVER BOUND: no sample ever held more than {summary['run']['budget']} when an event came, so "
-                "nothing was evicted and the press was not tested. Lower budget or interval, or take longer samples.",
+                f"THE BUDGET NEVER BOUND: no sample ever held more than {summary['run']['budget']} when an event was due, so "
+                "nothing was evicted and the press was not tested. Lower budget or interval, take longer samples, or "
+                "compress the prompt, too (press.compress_prompt=true), where answers are shorter than an interval of "
+                f"{summary['run']['interval']} tokens.",
                 style="bold red",
             )
         )

@@ -34,8 +34,8 @@ class Budget:
             raise ValueError(f"`budget` takes exactly one of tokens, fraction or bytes, got {given or 'none'}")
         for name in ("tokens", "bytes"):
             value = given.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`budget` in {name} must be a positive integer, got {value!r}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62):
+                raise ValueError(f"`budget` in {name} must be a positive integer below 2**62, got {value!r}")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ValueError(f"`budget` as a kept fraction must be in (0, 1], got {self.fraction!r}")
 

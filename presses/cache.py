@@ -108,6 +108,9 @@ class StitchLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._storage["keys"].is_inference() and not torch.is_inference_mode_enabled():
+            # What was made in inference mode can be read outside, but not written.
+            self._map_rows(torch.clone)
         count = key_states.shape[2]
         self._reserve(self.length + count)
         new = slice(self.length, self.length + count)
@@ -254,8 +257,9 @@ class StitchLayer(CacheLayerMixin):
         the allocator wants carried along, aligned with `slots`. Slots marked in `hidden` `[B, H, K]` stay stored but
         count as empty from now on: nothing attends to them again.
         """
-        # The newest token may be among those that go.
-        self._next_kept = self.next_position()
+        if slots.shape[-1] < self.length:
+            # The newest token may be among those that go.
+            self._next_kept = self.next_position()
         # K is what the fullest head keeps; columns that are empty in every head would be stored for nothing.
         most = int((slots >= 0).sum(dim=-1).max())
         slots = slots[..., :most]
@@ -292,8 +296,9 @@ class StitchLayer(CacheLayerMixin):
     def _arriving_positions(self, count: int) -> tuple[Tensor, bool]:
         if self.request.announced:
             return self.request.positions.to(self.device), self.request.has_padding
-        # Outside a press nobody announces the tokens; they continue the sequence.
-        return torch.arange(self.seen_tokens, self.seen_tokens + count, device=self.device)[None], False
+        # Outside a press nobody announces the tokens; they continue the sequence of each row.
+        start = self.next_position()[:, None] if self._had_padding else self.seen_tokens
+        return start + torch.arange(count, device=self.device)[None], False
 
     def _reserve(self, length: int) -> None:
         """Grow the storage so that `length` slots fit: amortised, instead of a concatenation at every step."""

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,8 +43,9 @@ class EvictionPress:
     budget: Budget | int | float | str
     interval: int = 512
     compress_prompt: bool = False
-    record_events: bool = True
-    on_event: Callable[[CompactionEvent], None] | None = None
+    # Who watches does not change what is done, so a cache stays with a press that differs in these only.
+    record_events: bool = field(default=True, compare=False)
+    on_event: Callable[[CompactionEvent], None] | None = field(default=None, compare=False)
 
     def __post_init__(self):
         _require_type("scorer", self.scorer, Scorer)
@@ -94,7 +95,10 @@ class EvictionRun(Run):
         return self.num_events > 0
 
     def compact(self) -> None:
-        """Compact the cache that went through the model last, now."""
+        """Compact the cache that went through the model last, now.
+
+        Nothing happens while everything fits, and while a scorer still waits for tokens or for queries to go by.
+        """
         self._compact(self._request(), "request")
 
     def before_tokens(self, request: Request, count: int) -> None:
@@ -108,16 +112,23 @@ class EvictionRun(Run):
     @torch.no_grad()
     def _compact(self, request: Request, reason: str) -> None:
         layers = self.layers
-        if self.press.scorer.least_tokens > int(next(iter(layers.values())).next_position().min()):
+        first = next(iter(layers.values()))
+        if not first.length or self.press.scorer.least_tokens > int(first.next_position().min()):
+            return
+        if not first.query_memory.ready:
+            # A cache that came from elsewhere: the queries that scores ask for begin with the next token.
             return
         request.counted_from = self.seen_tokens
         keep = self._keep(list(layers.values()))
-        if max(layer.length for layer in layers.values()) <= int(keep.min()):
+        fits = _held(list(layers.values())) <= keep
+        if bool(fits.all()):
             return
         due = {}
         # By rank among the layers that share the budget: sliding-window layers have none.
         for rank, (index, layer) in enumerate(layers.items()):
             layer_keep = self.press.allocator.layer_keep(keep, rank, len(layers))
+            # A row that fits is left alone in every layer, whatever its neighbours in the batch make due.
+            layer_keep = torch.where(fits, layer_keep.clamp(min=layer.length), layer_keep)
             if layer.length > int(layer_keep.min()):
                 due[index] = (layer, layer_keep)
         if not due:
@@ -145,6 +156,8 @@ class EvictionRun(Run):
         selections = self.press.allocator.allocate_layers(views, scores, keeps, [layer.slot_state for layer in layers])
         shared_seconds = (time.perf_counter() - start) / len(due)
         events = []
+        for layer, selection in zip(layers, selections):
+            _check_slots(self.press.allocator, selection.slots, layer.length)
         for index, layer, selection in zip(due, layers, selections):
             start, before = time.perf_counter(), layer.length
             layer.keep(selection.slots, selection.state, selection.hidden)
@@ -171,6 +184,29 @@ class EvictionRun(Run):
         itemsize = layers[0].keys.element_size()
         per_slot = sum(x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in layers) * itemsize
         return self.press.budget.slots(seen, per_slot, least=self.press.allocator.num_sinks + 1)
+
+
+def _check_slots(allocator: EvictingAllocator, slots: Tensor, length: int) -> None:
+    """Not on a GPU, where looking at slots means to wait for them."""
+    if slots.device.type != "cpu":
+        return
+    ends = slots[..., 1:] == -1
+    ascend = bool((ends | (slots[..., 1:] > slots[..., :-1])).all()) and not bool(
+        (ends[..., :-1] & ~ends[..., 1:]).any()
+    )
+    if not ascend or int(slots.max()) >= length or int(slots.min()) < -1:
+        raise ValueError(
+            f"{type(allocator).__name__} returned slots that are not unique and ascending within [0, {length}), with -1 at "
+            "the end only"
+        )
+
+
+def _held(layers: list[StitchLayer]) -> Tensor:
+    """`[B]` slots that each row holds in its fullest head and layer, empty ones left out; on the CPU."""
+    if layers[0].positions.shape[0] == 1 and not any(layer.has_empty for layer in layers):
+        return torch.tensor([max(layer.length for layer in layers)])
+    counts = [(layer.positions >= 0).sum(dim=-1).amax(dim=1) for layer in layers]
+    return torch.stack(counts).amax(dim=0).cpu()
 
 
 def _require_type(name: str, value: object, kind: type) -> None:

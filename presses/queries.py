@@ -55,6 +55,11 @@ class QueryMemory:
             self._write(0, query[:, :, first:], positions[:, first:])
         self._next = (self._next + count) % self._size
 
+    @property
+    def ready(self) -> bool:
+        """Whether what is needed is there: at least one query, or nothing is needed."""
+        return self._size == 0 or self._queries is not None
+
     def window(self) -> QueryWindow | None:
         """The newest `needs.queries` queries, oldest first; None if none are kept."""
         if self._needs.queries == 0 or self._queries is None:

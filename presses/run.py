@@ -40,6 +40,7 @@ class Run:
         self._cache: Cache | None = None
         self._undo: list[Callable[[], None]] = []
         self._user_attention = "sdpa"
+        self._installed_name: str | None = None
         self._use_stock = False
         self._forwards = 0
         self._slots_summed = 0.0
@@ -105,8 +106,7 @@ class Run:
         """
         if layer not in self._facts.attention:
             raise ValueError(f"layer {layer} is not compressed; compressed layers are {sorted(self._facts.attention)}")
-        if self._cache is None:
-            raise RuntimeError("nothing has run through the model yet")
+        self._request()
         return self._cache.layers[layer].positions
 
     # -- entering and leaving ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Run:
         name = f"{_NAME_PREFIX}{next(_run_numbers)}"
         AttentionInterface.register(name, self._attention)
         AttentionMaskInterface.register(name, self._mask)
-        config._attn_implementation = name
+        config._attn_implementation = self._installed_name = name
         before = self._facts.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         after = self._facts.decoder.register_forward_hook(self._after_forward, always_call=True)
         self._undo = [
@@ -156,7 +156,10 @@ class Run:
 
     def _guard_generate(self) -> Callable[[], None]:
         """Put a check in front of `model.generate`, which would otherwise run for a while before it fails."""
-        generate = self.model.generate
+        generate = getattr(self.model, "generate", None)
+        if generate is None:
+            # A model without a head: it is called by hand.
+            return lambda: None
         had_own = "generate" in vars(self.model)
 
         def guarded(*args, **kwargs):
@@ -192,6 +195,15 @@ class Run:
         """Called once, when the prompt is complete and before the first decoded token enters."""
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if decoder.config._attn_implementation != self._installed_name:
+            raise RuntimeError(
+                f"the attention implementation was set to {decoder.config._attn_implementation!r} inside the block, which "
+                "takes the press off; choose it before `with press(model):`"
+            )
+        if decoder.training:
+            raise RuntimeError(
+                "the model was put into training mode inside the block: call model.eval(), a press serves inference"
+            )
         arguments = dict(zip(self._facts.argument_names, args)) | kwargs
         cache = passed_cache(arguments)
         use_cache = arguments.get("use_cache")
@@ -201,7 +213,7 @@ class Run:
         if cache is None:
             cache = DynamicCache(config=decoder.config)
             arguments[self._facts.cache_argument] = cache
-        request = self._admit(cache)
+        request = self._admit(cache, arguments.get("attention_mask"))
         tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         self._advance(request, tokens.shape[1])
         mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -224,7 +236,7 @@ class Run:
         self._slots_summed += sum(lengths) / len(lengths)
         self.peak_tokens = max(self.peak_tokens, max(lengths))
 
-    def _admit(self, cache: Cache) -> Request:
+    def _admit(self, cache: Cache, mask: Tensor | None) -> Request:
         """Put our layers in place of the full-attention layers of a cache, in place, and return what they share."""
         self._cache = None
         full = self._facts.attention
@@ -243,11 +255,25 @@ class Run:
             layer = StitchLayer(request, self._needs, self._facts.rotary, self._growth_tokens)
             layer.owner = self.press
             if stock[index].is_initialized and stock[index].get_seq_length() > 0:
-                layer.update(stock[index].keys, stock[index].values)
+                self._fill(layer, stock[index].keys, stock[index].values, mask)
             stock[index] = layer
         cache.layers = stock
         cache.layer_class_to_replicate = None
         return request
+
+    def _fill(self, layer: StitchLayer, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Take over tokens that were cached before the press; the mask of the forward tells which of them are padding."""
+        count = keys.shape[2]
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < count:
+            layer.update(keys, values)
+            return
+        real = mask[:, :count].to(device=keys.device, dtype=torch.bool)
+        request = layer.request
+        request.positions = torch.where(real, real.cumsum(dim=-1) - 1, -1)
+        request.has_padding = not bool(real.all())
+        request.announced = True
+        layer.update(keys, values)
+        request.announced = False
 
     def _take_over(self, layers: list[StitchLayer]) -> None:
         for layer in layers:
@@ -341,7 +367,7 @@ class Run:
             return None if function is None else function(*args, **kwargs)
         if (
             kwargs.get("mask_function", causal_mask_function) is not causal_mask_function
-            and self._request().positions.shape[1] > 1
+            and self._layers()[0].request.positions.shape[1] > 1
         ):
             raise NotImplementedError(
                 "a model with a mask of its own (not plain causal) cannot go on after a compaction"
@@ -359,7 +385,7 @@ class Run:
         return [self._cache.layers[index] for index in self._facts.attention]
 
     def _request(self) -> Request:
-        if self._cache is None:
+        if self._cache is None or not self._layers()[0].is_initialized:
             raise RuntimeError("nothing has run through the model yet")
         return self._layers()[0].request
 

@@ -48,6 +48,10 @@ class TriAttentionStatistics:
     dtype: str = ""
     text_sha256: str = ""
 
+    def __deepcopy__(self, memo: dict) -> "TriAttentionStatistics":
+        # Nobody changes them, and a copied cache must still know its press.
+        return self
+
     def __post_init__(self):
         layers, heads, frequencies = self.mean.shape
         expected = {
@@ -148,6 +152,18 @@ class TriAttentionStatistics:
         missing = [name for name in _TENSORS if name not in tensors] + [name for name in _TEXTS if name not in metadata]
         if missing:
             raise ValueError(f"{path} lacks {', '.join(missing)}")
+        plain = {
+            name: str(tensors[name].dtype) for name in ("m_re", "m_im", "a") if tensors[name].dtype != torch.float32
+        }
+        if plain or tensors["m_re"].shape != tensors["m_im"].shape or tensors["m_re"].dim() != 3:
+            shapes = ", ".join(
+                f"{name} {tensors[name].dtype} {list(tensors[name].shape)}" for name in ("m_re", "m_im", "a")
+            )
+            raise ValueError(f"{path} must hold float32 [L, Q, F] under m_re, m_im and a, got {shapes}")
+        if metadata["layout"] not in (_layout(True), _layout(False)):
+            raise ValueError(
+                f"{path} has layout {metadata['layout']!r}, expected {_layout(True)!r} or {_layout(False)!r}"
+            )
         return cls(
             mean=torch.complex(tensors["m_re"], tensors["m_im"]),
             modulus=tensors["a"],

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from run import CONFIGS, guarded
 
 from kvstitch.evaluation.records import RunError
+from kvstitch.evaluation.tasks.sources import read_text
 
 
 def calibrate(config: DictConfig) -> None:
@@ -25,7 +26,7 @@ def calibrate(config: DictConfig) -> None:
         raise RunError(f"output must end in .safetensors, got {plain['output']}")
     if output.exists():
         raise RunError(f"{output} exists already; nothing is overwritten, choose another output")
-    text = Path(plain["text"]).read_text(encoding="utf-8")
+    text = read_text(Path(plain["text"]).expanduser(), "text")
     for option in ("tokens", "chunk_tokens"):
         if not isinstance(plain[option], int) or plain[option] < 16:
             raise RunError(f"{option} must be a whole number of at least 16, got {plain[option]!r}")

@@ -94,7 +94,11 @@ def _groups_alone(configs: Path, arguments: Sequence[str], config_name: str) -> 
     """The configuration with the chosen options of the groups, but without single values."""
     groups = _groups(configs)
     overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
-    chosen = [o.input_line for o in OverridesParser.create().parse_overrides(overrides) if o.key_or_group in groups]
+    parsed = [o for o in OverridesParser.create().parse_overrides(overrides) if o.key_or_group in groups]
+    # Of a sweep over options the first stands for all.
+    chosen = [
+        f"{o.key_or_group}={next(o.sweep_string_iterator())}" if o.is_sweep_override() else o.input_line for o in parsed
+    ]
     with initialize_config_dir(str(configs), version_base="1.3"):
         # The list may name null groups, which a user can still choose.
         config = compose(config_name, overrides=chosen)

@@ -53,6 +53,8 @@ def compose_job(config: DictConfig) -> Job:
     _require_parts(plain)
     # Where a run is written, what follows its failure and who computed the dense side do not change what it is.
     output_dir, on_error, reuse_dense = Path(plain.pop("output_dir")), plain.pop("on_error"), plain.pop("reuse_dense")
+    if output_dir == Path():
+        raise RunError("output_dir must name a folder of its own, such as runs, not the present one")
     if on_error not in ON_ERROR:
         raise RunError(
             f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}{nearest(str(on_error), ON_ERROR)}"

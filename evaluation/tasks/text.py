@@ -33,8 +33,8 @@ class Text(Task):
         super().__post_init__()
         if self.chat:
             raise ValueError("task.chat=true has no meaning for task=text: nobody asks or answers")
-        if self.length < 2:
-            raise ValueError(f"task.length must be at least 2 tokens, got {self.length}")
+        if not isinstance(self.length, int) or self.length < 2:
+            raise ValueError(f"task.length must be a whole number of at least 2 tokens, got {self.length}")
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
         """See `Task.samples`.

@@ -22,8 +22,8 @@ def parts(group: str) -> list[str]:
 def build(group: str, name: str):
     config = OmegaConf.load(CONFIGS / group / f"{name}.yaml")
     config.pop("defaults", None)
-    if OmegaConf.is_missing(config, "press"):
-        config.press = {"_target_": "kvpress.KnormPress"}
+    if name == "kvpress":
+        pytest.importorskip("kvpress", reason="the adapter needs kvpress")
     return instantiate(config, _convert_="all")
 
 

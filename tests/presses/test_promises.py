@@ -161,7 +161,7 @@ def test_nan_scores_are_said_once_and_never_win(llama, random_tokens):
     with pytest.warns(UserWarning, match="SomeNaN scored some tokens NaN") as caught:
         with EvictionPress(SomeNaN(), GlobalTopK(num_sinks=0, num_recent=0), 9, interval=4)(llama) as run:
             step_through(llama, ids, torch.ones_like(ids), [25, *[1] * 13])
-    assert len(caught) == 1 and run.num_events == 3
+    assert len([warning for warning in caught if "NaN" in str(warning.message)]) == 1 and run.num_events == 3
     assert all((event.layers[0].positions % 3 != 0).all() for event in run.events)
 
 

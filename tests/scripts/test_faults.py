@@ -98,7 +98,7 @@ def test_what_cannot_start_leaves_no_folder(script, tiny_arguments, change, mess
 def test_a_folder_with_finished_samples_stays_when_a_later_session_fails(script, tiny_arguments, monkeypatch):
     from kvstitch.evaluation import runner
 
-    def broken(records, labels):
+    def broken(*_):
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:

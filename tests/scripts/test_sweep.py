@@ -67,9 +67,9 @@ def test_a_bug_in_one_job_is_told_with_its_traceback(script, arguments, monkeypa
 
     original, seen = runner.summary, []
 
-    def broken(records, labels):
+    def broken(records, *others):
         seen.append(1)
-        return original(records, labels) if len(seen) > 1 else records["nothing"]
+        return original(records, *others) if len(seen) > 1 else records["nothing"]
 
     monkeypatch.setattr(runner, "summary", broken)
     outcome = script("run", *arguments, "budget=24,40")

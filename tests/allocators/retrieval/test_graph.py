@@ -9,7 +9,7 @@ from kvstitch.allocators.retrieval.graph import EdgeStore, NewEdges, attention_g
 
 
 def dense_graph(attention, direct):
-    """The seed's formula over a dense top-k matrix, in loops."""
+    """The paper's formula over a dense top-k matrix, in loops."""
     count = len(attention)
     graph = np.zeros((count, count))
     for i in range(count):
