@@ -43,11 +43,11 @@ def bench(config: DictConfig) -> None:
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=title)
-    for column in rows[0]:
-        if column != "kind":
-            table.add_column(column, justify="right")
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "kind"]
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(str(value) for column, value in row.items() if column != "kind"))
+        table.add_row(*(str(row.get(column, "")) for column in columns))
     return table
 
 
