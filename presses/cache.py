@@ -80,6 +80,7 @@ class StitchLayer(CacheLayerMixin):
         self.seen_tokens = 0
         self.evicted_at = 0
         self._next_kept: Tensor | None = None
+        self._row_padding: Tensor | None = None
         self.has_empty = False
         self._had_padding = False
 
@@ -120,6 +121,9 @@ class StitchLayer(CacheLayerMixin):
         self._storage["positions"][:, :, new] = positions[:, None]
         self.length += count
         self.seen_tokens += count
+        if has_padding:
+            padding = (positions < 0).sum(dim=-1)
+            self._row_padding = padding if self._row_padding is None else self._row_padding + padding
         if has_padding and not self.has_empty:
             self.has_empty = self._had_padding = True
             self._rebuild_bias()
@@ -165,6 +169,8 @@ class StitchLayer(CacheLayerMixin):
         self.query_memory.require_nothing_forgotten()
         self._drop_index()
         removed = self.seen_tokens - target
+        if self._row_padding is not None:
+            self._row_padding = self._row_padding - (self.positions[:, 0, -removed:] < 0).sum(dim=-1)
         self.length -= removed
         self.seen_tokens = target
         self.request.counted_from = min(self.request.counted_from, target)
@@ -245,8 +251,13 @@ class StitchLayer(CacheLayerMixin):
             rotary=rotary,
         )
 
+    def row_tokens(self) -> Tensor:
+        """`[B]` int64 tokens that each row has seen, padding excluded."""
+        seen = torch.full((self.positions.shape[0],), self.seen_tokens, device=self.device)
+        return seen if self._row_padding is None else seen - self._row_padding
+
     def next_position(self) -> Tensor:
-        """`[B]` int64 RoPE position of the token that comes next: how many tokens each row has seen, padding excluded."""
+        """`[B]` int64 RoPE position of the token that comes next, if positions go on as they came."""
         stored = self.positions.amax(dim=(1, 2)) + 1
         return stored if self._next_kept is None else torch.maximum(stored, self._next_kept)
 
@@ -333,6 +344,7 @@ class StitchLayer(CacheLayerMixin):
         self.slot_state = {name: function(tensor) for name, tensor in self.slot_state.items()}
         self._bias = None if self._bias is None else function(self._bias)
         self._next_kept = None if self._next_kept is None else function(self._next_kept)
+        self._row_padding = None if self._row_padding is None else function(self._row_padding)
         self.query_memory.map_rows(function)
         if self.index is not None:
             self.index.map_rows(function)

@@ -113,7 +113,7 @@ class EvictionRun(Run):
     def _compact(self, request: Request, reason: str) -> None:
         layers = self.layers
         first = next(iter(layers.values()))
-        if not first.length or self.press.scorer.least_tokens > int(first.next_position().min()):
+        if not first.length or self.press.scorer.least_tokens > int(first.row_tokens().min()):
             return
         if not first.query_memory.ready:
             # A cache that came from elsewhere: the queries that scores ask for begin with the next token.
@@ -180,7 +180,7 @@ class EvictionRun(Run):
 
     def _keep(self, layers: list[StitchLayer]) -> Tensor:
         """`[B]` slots per kv head that each row may hold now; on the CPU, because it fixes shapes."""
-        seen = layers[0].next_position().cpu()
+        seen = layers[0].row_tokens().cpu()
         itemsize = layers[0].keys.element_size()
         per_slot = sum(x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in layers) * itemsize
         return self.press.budget.slots(seen, per_slot, least=self.press.allocator.num_sinks + 1)

@@ -167,7 +167,7 @@ class RetrievalRun(Run):
         sizes = [
             x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) * x.keys.element_size() for x in layers.values()
         ]
-        return self.press.plan(layer.positions.amax(dim=(1, 2)) + 1, sum(sizes))
+        return self.press.plan(layer.row_tokens(), sum(sizes))
 
     def _stay_dense(self, length: int, plan: ReadPlan) -> None:
         if not self._said_dense:

@@ -19,6 +19,7 @@ from kvstitch.presses.versions import passed_cache
 from kvstitch.views import Needs, Rotary
 
 _NAME_PREFIX = "kvstitch_"
+_PROMPT_ARGUMENTS = ("inputs_embeds", "inputs", "input_ids")
 _run_numbers = itertools.count()
 
 
@@ -41,6 +42,8 @@ class Run:
         self._undo: list[Callable[[], None]] = []
         self._user_attention = "sdpa"
         self._installed_name: str | None = None
+        # Logical length of the prompt while `generate` runs: its last chunk may be a single token.
+        self._prompt_until = 0
         self._use_stock = False
         self._forwards = 0
         self._slots_summed = 0.0
@@ -170,6 +173,10 @@ class Run:
                     raise NotImplementedError(
                         f"assisted decoding ({option}) rolls the cache back, which eviction cannot undo; generate without it"
                     )
+            if given.get("output_attentions", config.output_attentions):
+                raise NotImplementedError(
+                    "output_attentions=True: attention under a press does not make the weights; leave it out"
+                )
             if given.get("use_cache", config.use_cache) is False:
                 raise NotImplementedError(
                     "use_cache=False keeps nothing that a press could compress; leave it out, or generate without the press"
@@ -179,7 +186,12 @@ class Run:
                 raise NotImplementedError(
                     f"cache_implementation={implementation!r} cannot be compacted; leave it out, the press needs a dynamic cache"
                 )
-            return generate(*args, **kwargs)
+            prompt = next((given[name] for name in _PROMPT_ARGUMENTS if given.get(name) is not None), None)
+            self._prompt_until = 0 if prompt is None else prompt.shape[1]
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._prompt_until = 0
 
         self.model.generate = guarded
         if had_own:
@@ -199,6 +211,10 @@ class Run:
             raise RuntimeError(
                 f"the attention implementation was set to {decoder.config._attn_implementation!r} inside the block, which "
                 "takes the press off; choose it before `with press(model):`"
+            )
+        if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+            raise NotImplementedError(
+                "output_attentions=True: attention under a press does not make the weights; leave it out"
             )
         if decoder.training:
             raise RuntimeError(
@@ -281,7 +297,7 @@ class Run:
             layer.owner = self.press
 
     def _advance(self, request: Request, count: int) -> None:
-        if request.in_prefill and count == 1 and self.seen_tokens > 0:
+        if request.in_prefill and count == 1 and self.seen_tokens > 0 and self.seen_tokens >= self._prompt_until:
             self.end_prefill()
         self.before_tokens(request, count)
 

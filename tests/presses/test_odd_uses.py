@@ -194,3 +194,47 @@ def test_a_retrieval_press_is_not_disturbed(llama, random_tokens):
         for i in range(30, 40):
             feed(llama, ids[:, i : i + 1], cache)
     assert run.num_sparse_steps == 10
+
+
+@pytest.mark.parametrize("start, step", [(1000, 1), (0, 3)])
+def test_a_fraction_is_of_tokens_whatever_their_positions(llama, random_tokens, start, step):
+    ids, cache = random_tokens(1, 48), DynamicCache(config=llama.config)
+    positions = start + step * torch.arange(48)[None]
+    with EvictionPress(KeyDiff(), TOPK, 0.25, interval=8)(llama) as run:
+        feed(llama, ids[:, :39], cache, None, positions[:, :39])
+        for i in range(39, 48):
+            feed(llama, ids[:, i : i + 1], cache, None, positions[:, i : i + 1])
+    assert [event.layers[0].slots_after for event in run.events] == [47 // 4]
+
+
+def test_padding_is_counted_through_beams_and_roll_back():
+    request = Request()
+    layer = StitchLayer(request, growth_tokens=8)
+    request.positions = torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, -1, -1]])
+    request.has_padding = request.announced = True
+    layer.update(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))
+    assert layer.row_tokens().tolist() == [3, 3]
+    layer.reorder_cache(torch.tensor([1, 0]))
+    layer.crop(-1)
+    assert layer.row_tokens().tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 33])
+def test_a_prompt_whose_last_chunk_is_one_token_ends_with_it(llama, random_tokens, chunk):
+    """What is generated is not compared: transformers 5.2 gives chunks of a prompt wrong positions, press or not."""
+    ids = random_tokens(1, 33)
+    press = EvictionPress(KeyDiff(), TOPK, 12, interval=50, compress_prompt=True)
+    with press(llama) as run:
+        llama.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, prefill_chunk_size=chunk
+        )
+    assert [event.seen_tokens for event in run.events] == [33]
+
+
+def test_attention_weights_are_refused(llama, random_tokens):
+    ids = random_tokens(1, 12)
+    with EvictionPress(KeyDiff(), TOPK, 12)(llama):
+        with pytest.raises(NotImplementedError, match="output_attentions"):
+            llama.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+        with pytest.raises(NotImplementedError, match="output_attentions"), torch.no_grad():
+            llama(ids, output_attentions=True)
