@@ -83,8 +83,10 @@ class Evaluation:
             value = getattr(self, name)
             if value is None and name == "decode_tokens":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-                raise ValueError(f"{name} must be a whole number of at least {least} and below 2**63, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            if value >= 2**63:
+                raise ValueError(f"{name} must be below 2**63, got {value!r}")
 
         if isinstance(self.press, KVPressBaseline) and self.sampling.do_sample:
             raise ValueError("press=kvpress answers greedily; set sampling.do_sample=false")

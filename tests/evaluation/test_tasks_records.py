@@ -77,7 +77,7 @@ def test_text_that_is_too_short_or_unreadable(tokenizer, tmp_path):
 def test_text_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match=r"task\.chat=true has no meaning"):
         Text(path="x", chat=True)
-    with pytest.raises(ValueError, match=r"task\.length must be at least 2"):
+    with pytest.raises(ValueError, match=r"task\.length must be a whole number of at least 2 tokens, got 1"):
         Text(path="x", length=1)
 
 

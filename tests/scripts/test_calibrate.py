@@ -46,7 +46,7 @@ def test_nothing_is_overwritten(script, arguments, tmp_path):
     "change, message",
     [
         (["output=x.pt"], "must end in .safetensors"),
-        (["output=x.safetensors", "text=absent.txt"], "absent.txt: No such file"),
+        (["output=x.safetensors", "text=absent.txt"], "text=absent.txt: no such file"),
         (["output=x.safetensors", "tokens=7"], "at least 16, got 7"),
         (["output=x.safetensors", "tokens=2000"], "at most 1024"),
         (["output=x.safetensors", "token=300"], "there is no option token; valid keys are.*did you mean 'tokens'"),
