@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import struct
 import termios
 from contextlib import contextmanager
@@ -16,8 +17,16 @@ def terminal(lines: int):
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 110, 0, 0))
     with open(writer, "w") as stream:
-        yield stream, lambda: os.read(reader, 100_000).decode()
+        yield stream, lambda: drained(reader)
     os.close(reader)
+
+
+def drained(reader: int) -> str:
+    """All that arrives; a terminal hands over line by line."""
+    parts = []
+    while select.select([reader], [], [], 1.0)[0]:
+        parts.append(os.read(reader, 100_000))
+    return b"".join(parts).decode()
 
 
 def record(name, **metrics):
