@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from kvstitch.kernels.compact.triton import compact_triton
 from kvstitch.kernels.segment_quota.rules import SegmentRules
 from kvstitch.kernels.segment_quota.triton import segment_plan_triton
 from kvstitch.kernels.segment_quota.triton_select import segment_select_triton
+from kvstitch.kernels.segment_quota.workload import RECOMMENDED_RULES
 from kvstitch.kernels.sparse_decode.triton import sparse_decode_triton
 from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tilings, topk_attention_triton
 
@@ -32,27 +33,10 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 # Qwen3-4B: 32 query heads over 8 kv heads. Nothing that is compiled depends on the lengths.
 _BATCH, _QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 8, 8192, 1024
 # The two presets of mass segments that differ in every switch.
-_CREDIT_RULES = dict(credit=True, credit_init="zero", credit_scale="mass")
-_SHARED_RULES = dict(batch="per_sample", num_sinks=4, num_recent=32, **_CREDIT_RULES)
 _SEGMENT_RULES = {
-    "recommended": SegmentRules(
-        **_SHARED_RULES,
-        segment_mass=0.1,
-        min_segment_tokens=16,
-        max_segment_tokens=256,
-        min_keep_tokens=1,
-        credit_decay=0.9,
-        credit_mix=0.9,
-        must_keep="first_counted",
-        must_priority="sink",
-        boundary="include",
-        split="even",
-        merge="forward_then_tail",
-        quota="waterfill",
-        mass_dtype="float64",
-    ),
-    "reference": SegmentRules(
-        **_SHARED_RULES,
+    "recommended": RECOMMENDED_RULES,
+    "reference": replace(
+        RECOMMENDED_RULES,
         segment_mass=0.02,
         min_segment_tokens=32,
         max_segment_tokens=1024,

@@ -9,7 +9,7 @@ from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
 from kvstitch.kernels.segment_quota.rules import SegmentRules
 
 # The switches of the recommended preset.
-_RULES = SegmentRules(
+RECOMMENDED_RULES = SegmentRules(
     segment_mass=0.1,
     min_segment_tokens=16,
     max_segment_tokens=256,
@@ -59,9 +59,11 @@ class SegmentQuotaWorkload:
         }
 
     def run(self, inputs: dict[str, Tensor], impl: str) -> Tensor:
-        plan = segment_plan(inputs["usage"], inputs["credit"], inputs["keep"], self.keep, None, _RULES, impl=impl)
+        plan = segment_plan(
+            inputs["usage"], inputs["credit"], inputs["keep"], self.keep, None, RECOMMENDED_RULES, impl=impl
+        )
         tensors = (plan.slot_edges, plan.quotas, plan.num_first, plan.first_recent)
-        return segment_select(inputs["scores"], *tensors, None, _RULES.must_keep, self.keep, impl=impl)
+        return segment_select(inputs["scores"], *tensors, None, RECOMMENDED_RULES.must_keep, self.keep, impl=impl)
 
     def floor_flops(self) -> int:
         return 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is an extra")
+kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
 
 from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample  # noqa: E402
 from kvstitch.evaluation.progress import Progress  # noqa: E402

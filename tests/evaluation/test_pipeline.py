@@ -14,7 +14,7 @@ try:
     import kvpress
 except ImportError:
     kvpress = None
-needs_kvpress = pytest.mark.skipif(kvpress is None, reason="kvpress is an extra")
+needs_kvpress = pytest.mark.skipif(kvpress is None, reason="kvpress is not installed")
 
 QUESTIONS = ["w7 w8 w9", "w40", "w11 w12 w13 w14 w15 w16 w17 w18 w19 w20"]
 
@@ -33,7 +33,7 @@ def pipeline(tiny):
 @pytest.fixture(params=["none", "eviction", "while decoding", "retrieval", "kvpress"])
 def press(request, make_press):
     if request.param == "kvpress" and kvpress is None:
-        pytest.skip("kvpress is an extra")
+        pytest.skip("kvpress is not installed")
     return {
         "none": lambda: None,
         "eviction": lambda: make_press(budget=40, compress_prompt=True),

@@ -62,7 +62,7 @@ def test_event_metrics_of_layers_that_part_ways():
     assert metrics["events"] == 2 and metrics["event_seconds"] == pytest.approx(0.75)
 
 
-@pytest.mark.skipif(not can_plot(), reason="matplotlib is an extra")
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
 def test_the_picture_is_drawn_from_the_file(tmp_path):
     save_kept_positions(tmp_path / "kept.npz", "sample-1", EVENTS)
     assert plot_kept_positions(tmp_path / "kept.npz", tmp_path / "kept.png") == 2

@@ -1,5 +1,7 @@
 """Bytes and peaks are measured, and the regions of an index are told token by token."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from kvstitch.evaluation.streams import Stream, auxiliary_bytes
 from kvstitch.presses import RetrievalPress
 
 
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux lets a process forget its peak")
 def test_a_peak_is_forgotten_and_seen_again():
     reset_peak_memory()
     before = peak_memory()["peak_process_bytes"]
@@ -19,8 +22,6 @@ def test_a_peak_is_forgotten_and_seen_again():
     assert during >= before + 2**25
     del block
     reset_peak_memory()
-    if peak_memory()["peak_process_bytes"] == during:
-        pytest.skip("this kernel cannot forget a peak")
     assert peak_memory()["peak_process_bytes"] < during
 
 

@@ -24,7 +24,8 @@ class Ran(NamedTuple):
 @pytest.fixture(scope="session")
 def run_triton() -> Iterator[Callable[..., Ran]]:
     """`run_triton(operator, *args, **kwargs)` with `impl="triton"`; takes and returns CPU tensors."""
-    pytest.importorskip("triton", reason="Triton is installed on Linux only")
+    if sys.platform != "linux":
+        pytest.skip("Triton exists for Linux only")
     if torch.cuda.is_available():
         yield _run_on_gpu
         return

@@ -62,7 +62,8 @@ def test_auto_follows_the_device():
 
 def test_kernels_compile_without_spills_for_both_targets():
     """bfloat16 at head dims 64 and 128; `python -m kvstitch.kernels.compile_matrix` compiles everything."""
-    pytest.importorskip("triton", reason="Triton is installed on Linux only")
+    if sys.platform != "linux":
+        pytest.skip("Triton exists for Linux only")
     done = subprocess.run(
         [sys.executable, "-m", "kvstitch.kernels.compile_matrix", "--quick"], capture_output=True, text=True
     )

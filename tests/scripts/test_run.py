@@ -167,7 +167,7 @@ def test_control_c_keeps_finished_samples_and_the_same_command_goes_on(tmp_path,
     assert outcomes == ["KeyboardInterrupt", "finished"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is an extra")
+@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 def test_a_press_of_kvpress_is_a_row_beside_ours(script, tiny_arguments):
     arguments = [text for text in tiny_arguments if not text.startswith("allocator.")]
     outcome = script("run", *arguments, "press=kvpress", "press.name=KnormPress")

@@ -134,7 +134,8 @@ def check_parallel(done, directory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
-    importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="the joblib launcher is an extra"
+    importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None,
+    reason="the joblib launcher is not installed",
 )
 def test_jobs_in_parallel_on_one_machine(tmp_path, arguments):
     done = run_apart(tmp_path, *arguments, "budget=2,24,40", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
@@ -142,7 +143,7 @@ def test_jobs_in_parallel_on_one_machine(tmp_path, arguments):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install 'kvstitch[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_jobs_on_a_ray_cluster_of_two_workers(tmp_path, arguments):
     done = run_apart(tmp_path, *arguments, "budget=2,24,40", "hydra/launcher=ray", "hydra.launcher.init.num_cpus=2")
     check_parallel(done, tmp_path)
@@ -177,7 +178,7 @@ os.execvp(words[0], words)
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None,
-    reason="the submitit launcher is an extra",
+    reason="the submitit launcher is not installed",
 )
 def test_jobs_through_slurms_commands(tmp_path, arguments, monkeypatch):
     """Without SLURM: its three commands are stand-ins that run what they are given."""

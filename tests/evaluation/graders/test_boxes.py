@@ -10,7 +10,7 @@ from kvstitch.evaluation.graders.boxes import last_box
 from kvstitch.evaluation.grading import check_grader, grade
 
 needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
 )
 
 

@@ -74,7 +74,7 @@ def test_a_page_of_the_dense_model_alone(make_run, tmp_path):
     assert "Needles found: dense" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 def test_a_browser_draws_it_without_errors(written, tmp_path):
     picture = tmp_path / "page.png"
     command = [

@@ -8,7 +8,7 @@ from kvstitch.evaluation.tasks import AIME24, AIME25, GSM8K, Math500
 from kvstitch.evaluation.tasks.math_problems import BOX
 
 needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
 )
 
 
