@@ -90,7 +90,9 @@ class CommunityQuota(EvictingAllocator):
         chosen = select(scores, quotas, partition, must, view.valid)
         kept = slots_of(chosen, min(limits.most, slots))
         # Numbers mean something inside a head only, and 0 is nothing: what has no state yet comes as too short.
-        carried = ids.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -1)
+        # A row that loses nothing keeps what it has, so that a neighbour's event does not cut it anew.
+        carried = torch.where(quota < count, ids, _lengthened(state.get("community"), ids))
+        carried = carried.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -1)
         return Selection(kept, state={"community": carried}, details={"quotas": quotas, "lengths": lengths.long()})
 
     def communities(self, view: LayerView, carried: Int64[Tensor, "B H C"] | None = None) -> Int64[Tensor, "B H T"]:
@@ -100,15 +102,14 @@ class CommunityQuota(EvictingAllocator):
             carried: communities of the first C slots at the last event.
         """
         weights, columns = self._edges(view)
+        old = _lengthened(carried, view.positions)
         ids = torch.zeros_like(view.positions)
         for row in range(ids.shape[0]):
             for head in range(ids.shape[1]):
                 valid = view.valid[row, head].cpu().numpy()
-                old = np.full(len(valid), -1)
-                if carried is not None:
-                    old[: carried.shape[-1]] = carried[row, head].cpu().numpy()
                 edges = (weights[row, head].cpu().numpy(), columns[row, head].cpu().numpy())
-                ids[row, head] = torch.from_numpy(self._cut(*edges, valid, old)).to(ids.device)
+                cut = self._cut(*edges, valid, old[row, head].cpu().numpy())
+                ids[row, head] = torch.from_numpy(cut).to(ids.device)
         return ids
 
     @property
@@ -179,6 +180,14 @@ def _attention(window: QueryWindow, view: LayerView) -> Float32[Tensor, "B H W T
     hidden = (view.positions[:, :, None] > window.positions[:, None, :, None]) | ~view.valid[:, :, None]
     weights = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(dim=-1).mean(dim=2)
     return weights.masked_fill(hidden | ~window.valid[:, None, :, None], 0)
+
+
+def _lengthened(carried: Int64[Tensor, "B H C"] | None, like: Int64[Tensor, "B H T"]) -> Int64[Tensor, "B H T"]:
+    """What the first C slots carry, and -1 for those that came later."""
+    out = torch.full_like(like, -1)
+    if carried is not None:
+        out[..., : carried.shape[-1]] = carried
+    return out
 
 
 def _per_region(x: Bool[Tensor, "B H T"] | Float32[Tensor, "B H T"], ids: Tensor, regions: int) -> Tensor:

@@ -98,7 +98,7 @@ def load_hub(
                 **options,
             )
     except (OSError, ValueError) as error:
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        offline = " (HF_HUB_OFFLINE is set, so the hub was not asked)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(
             f"model.name={name!r} could not be loaded as a causal language model{offline}: {error}"
         ) from error

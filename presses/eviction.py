@@ -54,6 +54,14 @@ class EvictionPress:
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
             raise ValueError(f"`interval` must be a positive number of tokens, got {self.interval!r}")
         self.budget.require_at_least(self.allocator.num_sinks + 1)
+        protected = self.allocator.num_sinks + self.allocator.num_recent
+        if self.budget.tokens is not None and self.budget.tokens <= protected:
+            warnings.warn(
+                f"the {self.allocator.num_sinks} sinks and {self.allocator.num_recent} recent tokens that are always kept fill "
+                f"`budget`={self.budget.tokens}, so no score decides anything: raise `budget` or lower the allocator's "
+                "`num_recent`",
+                stacklevel=3,
+            )
 
     def __call__(self, model: PreTrainedModel) -> "EvictionRun":
         """A context manager; its value is the run.

@@ -102,7 +102,9 @@ def _groups_alone(configs: Path, arguments: Sequence[str], config_name: str) -> 
     with initialize_config_dir(str(configs), version_base="1.3"):
         # The list may name null groups, which a user can still choose.
         config = compose(config_name, overrides=chosen)
-    return OmegaConf.merge({name: None for name in groups - {"hydra"}}, config)
+    listed = OmegaConf.load(configs / f"{config_name}.yaml").defaults
+    named = {str(name) for entry in listed if isinstance(entry, DictConfig) for name in entry}
+    return OmegaConf.merge({name: None for name in groups & named}, config)
 
 
 def _groups(configs: Path) -> set[str]:

@@ -128,6 +128,8 @@ def _decode(content: bytes, where: str, whole: str) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if whole == "file" else ""
         return BadRecord(f"{where}: not JSON: {error.msg} at {line}column {error.colno}")
+    except RecursionError:
+        return BadRecord(f"{where}: not readable: brackets in more levels than Python's JSON reader takes")
 
 
 def _require_object(value: Any, where: str) -> Record | BadRecord:

@@ -103,3 +103,13 @@ def test_queries_are_asked_for(make_view):
 
     with pytest.raises(ValueError, match="needs the last 9"):
         CommunityQuota(window_tokens=9).communities(replace(view, queries=None))
+
+
+def test_a_row_that_loses_nothing_keeps_its_communities(make_view):
+    view = make_view(window=12)
+    allocator = CommunityQuota(**SMALL)
+    carried = torch.arange(50).remainder(7).expand(2, 3, 50).clone()
+    selection = allocator.allocate(view, scores_of(view), torch.tensor([20, 60]), {"community": carried})
+    assert torch.equal(selection.state["community"][1, :, :50], carried[1])
+    assert (selection.state["community"][1, :, 50:] == -1).all()
+    assert not torch.equal(selection.state["community"][0, :, :20], carried[0, :, :20])

@@ -1,5 +1,7 @@
 """Caches and models that cannot be compacted are named and refused before any layer runs."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import (
@@ -99,3 +101,11 @@ def test_encoder_decoder_models(press):
     with pytest.raises(UnsupportedModel, match="T5GemmaForConditionalGeneration is an encoder-decoder model"):
         press(model)
     assert set(vars(model)) == attributes
+
+
+def test_a_recent_window_that_fills_the_budget_is_named():
+    with pytest.warns(UserWarning, match="4 sinks and 32 recent tokens .* fill `budget`=36"):
+        EvictionPress(TOVA(), GlobalTopK(), 36)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EvictionPress(TOVA(), GlobalTopK(), 37)

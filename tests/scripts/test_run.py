@@ -119,6 +119,13 @@ def test_bad_input_gets_one_message(script, arguments, message):
     assert "Traceback" not in outcome.err and outcome.out == ""
 
 
+def test_what_another_script_takes_is_no_key(script):
+    outcome = script("run", "bugdet=256")
+    keys = outcome.err.split("valid keys are ")[1].split("; did you mean")[0].split(", ")
+    assert {"budget", "press", "scorer", "allocator", "task", "model", "method", "experiment"} <= set(keys)
+    assert "bench" not in keys
+
+
 def test_a_bug_shows_its_traceback(script, tiny_arguments, monkeypatch):
     from kvstitch.evaluation import runner
 

@@ -33,6 +33,9 @@ def test_a_bad_item_is_named_in_each_form(tmp_path):
     path.write_text('[{"prompt": "p"},\n {"prompt": }]')
     ((_, _, bad),) = file_records(path)
     assert str(bad).endswith("list.json: not JSON: Expecting value at line 2 column 13")
+    path.write_text('[{"prompt": ' + "[" * 200_000)
+    ((_, _, bad),) = file_records(path)
+    assert "brackets in more levels" in str(bad)
     (tmp_path / "rows.parquet").write_bytes(b"PAR?")
     with pytest.raises(ValueError, match=r"rows\.parquet is no Parquet file"):
         list(file_records(tmp_path / "rows.parquet"))
