@@ -121,14 +121,18 @@ class EvictionRun(Run):
     def _compact(self, request: Request, reason: str) -> None:
         layers = self.layers
         first = next(iter(layers.values()))
-        if not first.length or self.press.scorer.least_tokens > int(first.row_tokens().min()):
+        if not first.length:
+            return
+        waits = first.row_tokens().cpu() < self.press.scorer.least_tokens
+        if bool(waits.all()):
             return
         if not first.query_memory.ready:
             # A cache that came from elsewhere: the queries that scores ask for begin with the next token.
             return
         request.counted_from = self.seen_tokens
         keep = self._keep(list(layers.values()))
-        fits = _held(list(layers.values())) <= keep
+        # A row that still waits is left alone as one that fits, and does not hold up its neighbours.
+        fits = (_held(list(layers.values())) <= keep) | waits
         if bool(fits.all()):
             return
         due = {}

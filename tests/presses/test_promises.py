@@ -174,6 +174,24 @@ def test_a_scorer_that_knows_too_little_waits(llama, random_tokens):
         assert run.num_events == 1 and run.events[0].seen_tokens == 20
 
 
+def test_a_row_that_waits_does_not_hold_up_its_neighbours(llama, random_tokens):
+    """Row 0 has 12 tokens when row 1, with 30, is due; afterwards each holds what it would hold alone."""
+    ids, mask = random_tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :18] = 0
+    press = EvictionPress(TriAttention(), GlobalTopK(num_sinks=1, num_recent=1), 20, interval=5)
+    with press(llama) as run:
+        step_through(llama, ids, mask, [25, *[1] * 6])
+        (event,) = run.events
+        assert event.seen_tokens == 30
+        together = run.positions(layer=0)
+    for row, start in ((0, 18), (1, 0)):
+        with press(llama) as run:
+            step_through(llama, ids[row : row + 1, start:], mask[row : row + 1, start:], [25 - start, *[1] * 6])
+        alone = run.positions(layer=0)[0]
+        for head in range(alone.shape[0]):
+            assert sorted(together[row, head][together[row, head] >= 0].tolist()) == alone[head].tolist()
+
+
 def test_kept_bytes_leave_out_what_is_stored_but_empty(llama, random_tokens):
     ids = random_tokens(1, 60)
     per_slot = 2 * 16 * 4
