@@ -15,6 +15,7 @@ from kvstitch.presses.cache import Request, StitchLayer
 from kvstitch.presses.events import CompactionEvent, LayerEvent
 from kvstitch.presses.run import Run
 from kvstitch.scorers import Scorer
+from kvstitch.views import LayerView
 
 # One reallocation an interval, but a long interval must not reserve memory that may never be used.
 _MOST_GROWTH_TOKENS = 512
@@ -105,7 +106,8 @@ class EvictionRun(Run):
     def compact(self) -> None:
         """Compact the cache that went through the model last, now.
 
-        Nothing happens while everything fits, and while a scorer still waits for tokens or for queries to go by.
+        Nothing happens while everything fits, or while no query has gone by that the scorer could ask; rows about which
+        the scorer knows too little (`Scorer.waits`) are passed over.
         """
         self._compact(self._request(), "request")
 
@@ -121,26 +123,23 @@ class EvictionRun(Run):
     def _compact(self, request: Request, reason: str) -> None:
         layers = self.layers
         first = next(iter(layers.values()))
-        if not first.length:
-            return
-        waits = first.row_tokens().cpu() < self.press.scorer.least_tokens
-        if bool(waits.all()):
-            return
-        if not first.query_memory.ready:
-            # A cache that came from elsewhere: the queries that scores ask for begin with the next token.
+        if not first.length or not first.query_memory.ready:
+            # Not ready: a cache that came from elsewhere. The queries that scores ask for begin with the next token.
             return
         request.counted_from = self.seen_tokens
         keep = self._keep(list(layers.values()))
-        # A row that still waits is left alone as one that fits, and does not hold up its neighbours.
-        fits = (_held(list(layers.values())) <= keep) | waits
-        if bool(fits.all()):
+        left_alone = _held(list(layers.values())) <= keep
+        if not bool(left_alone.all()):
+            # Passed over and not asked again before the next event, or a row would not do in a batch what it does alone.
+            left_alone = left_alone | self._waiting()
+        if bool(left_alone.all()):
             return
         due = {}
         # By rank among the layers that share the budget: sliding-window layers have none.
         for rank, (index, layer) in enumerate(layers.items()):
             layer_keep = self.press.allocator.layer_keep(keep, rank, len(layers))
-            # A row that fits is left alone in every layer, whatever its neighbours in the batch make due.
-            layer_keep = torch.where(fits, layer_keep.clamp(min=layer.length), layer_keep)
+            # A row that fits or waits is left alone in every layer, whatever its neighbours in the batch make due.
+            layer_keep = torch.where(left_alone, layer_keep.clamp(min=layer.length), layer_keep)
             if layer.length > int(layer_keep.min()):
                 due[index] = (layer, layer_keep)
         if not due:
@@ -155,15 +154,22 @@ class EvictionRun(Run):
         if self.press.on_event is not None:
             self.press.on_event(event)
 
+    def _waiting(self) -> Tensor | bool:
+        """`[B]` rows about which the scorer knows too little, on the CPU; False if it never does."""
+        waiting = self.press.scorer.waits(self._view(*next(iter(self.layers.items()))))
+        return False if waiting is None else waiting.cpu()
+
+    def _view(self, index: int, layer: StitchLayer) -> LayerView:
+        return layer.view(self._facts.attention[index].scaling, self._facts.rotary, index, self._facts.num_layers)
+
     def _compact_layers(self, due: dict[int, tuple[StitchLayer, Tensor]]) -> list[LayerEvent]:
         """Score and allocate all layers before any is touched: budgets may compare layers, and small operators stack."""
         start = time.perf_counter()
         views, scores = [], []
         for index, (layer, _) in due.items():
-            view = layer.view(self._facts.attention[index].scaling, self._facts.rotary, index, self._facts.num_layers)
-            views.append(view)
-            scores.append(self.press.scorer.score(view))
-            self._check_scores(scores[-1], view.valid)
+            views.append(self._view(index, layer))
+            scores.append(self.press.scorer.score(views[-1]))
+            self._check_scores(scores[-1], views[-1].valid)
         layers, keeps = [layer for layer, _ in due.values()], [keep for _, keep in due.values()]
         selections = self.press.allocator.allocate_layers(views, scores, keeps, [layer.slot_state for layer in layers])
         shared_seconds = (time.perf_counter() - start) / len(due)

@@ -64,9 +64,11 @@ class QueryMemory:
         """The newest `needs.queries` queries, oldest first; None if none are kept."""
         if self._needs.queries == 0 or self._queries is None:
             return None
-        return QueryWindow(self._queries.roll(-self._next, dims=2), self._positions.roll(-self._next, dims=1)).last(
-            self._needs.queries
-        )
+        queries, positions = self._queries, self._positions
+        # A roll copies; most intervals are multiples of the ring's size, and then it is in order as it stands.
+        if self._next:
+            queries, positions = queries.roll(-self._next, dims=2), positions.roll(-self._next, dims=1)
+        return QueryWindow(queries, positions).last(self._needs.queries)
 
     def statistics(self) -> QueryStatistics | None:
         """Sums over every query so far; None if they were not asked for."""
@@ -114,7 +116,7 @@ class QueryMemory:
 
     def _fold(self, query: Tensor, positions: Tensor) -> None:
         counted = positions >= _SKIPPED_FIRST_TOKENS
-        plain = self._rotary.to_complex(self._rotary.unrotate(query.float(), positions.clamp(min=0)))
+        plain = self._rotary.all_planes(self._rotary.unrotate(query.float(), positions.clamp(min=0)))
         plain = torch.where(counted[:, None, :, None], plain, 0)
         modulus = plain.abs()
         new = (counted.sum(1), plain.sum(2), modulus.sum(2), modulus.square().sum(2))

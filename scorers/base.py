@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from kvstitch.views import LayerView, Needs, Rotary
@@ -21,10 +21,12 @@ class Scorer(ABC):
         """What the view must contain; read once, when the press is built."""
         return Needs()
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that a row must have seen before its scores mean anything; a compaction that is due earlier waits."""
-        return 0
+    def waits(self, view: LayerView) -> Bool[Tensor, "B"] | None:  # noqa: B027 (most never do)
+        """Rows about which too little is known for their scores to mean anything; None if that never happens.
+
+        A compaction passes them over, and they wait for the next one; their neighbours in the batch do not. Asked once
+        an event, with the first layer.
+        """
 
     def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most serve any)
         """Raise `ValueError` if this scorer cannot serve the model; asked once, before anything runs."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 import torch
-from jaxtyping import Complex64, Float32
+from jaxtyping import Bool, Complex64, Float32
 from torch import Tensor
 
 from kvstitch.scorers.base import Scorer
@@ -16,8 +16,8 @@ from kvstitch.views import LayerView, Needs, QueryStatistics, Rotary
 
 AGGREGATES = ("mean", "max")
 
-# Sixteen queries besides the first four tokens, which the statistics leave out.
-_LEAST_QUERIES = 20
+# Fewer say too little about where a head's queries point.
+_LEAST_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class TriAttention(Scorer):
     position, k the cached key after RoPE ("baked form": no position of any token and no inverse RoPE is needed). Then a
     z-score per query head over the valid slots and the largest (or the mean) over the G query heads.
 
-    m and a come from the row itself by default, from all queries seen so far. Dims that the model does not rotate are
-    left out: the statistics do not hold them.
+    m and a come from the row itself by default, from all queries seen so far. Dims that the model does not rotate count
+    as planes of frequency 0.
 
     Args:
         aggregate: over the distances, "mean" (published default) or "max".
@@ -70,9 +70,12 @@ class TriAttention(Scorer):
         alone = self.statistics is not None and self.shrinkage_tokens is None and self.statistics.complete
         return Needs(statistics=not alone, rotary=True)
 
-    @property
-    def least_tokens(self) -> int:
-        return _LEAST_QUERIES if self.needs.statistics and self.statistics is None else 0
+    def waits(self, view: LayerView) -> Bool[Tensor, "B"] | None:
+        """Rows with fewer than 16 queries in their statistics, unless a file knows every head."""
+        # A head that a file lacks has nothing but the row's own queries.
+        if self.statistics is not None and self.statistics.complete:
+            return None
+        return view.statistics.count < _LEAST_QUERIES
 
     def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Offline statistics must be those of a model of this shape and RoPE."""
@@ -96,19 +99,19 @@ class TriAttention(Scorer):
         """Two products: rotated keys with the mean queries of the future, key moduli with the unexplained moduli."""
         rotary = view.rotary
         batch, heads = view.keys.shape[:2]
-        keys = without_empty(view.keys, view.valid)[..., : rotary.rotated_dims]
-        planes = rotary.to_complex(keys)
+        keys = without_empty(view.keys, view.valid)
+        # Logits carry the RoPE's scaling twice where they turn; keys bring it once, and not at all where they do not.
+        scale = _like_planes(rotary.attention_scaling, rotary, mean)
+        planes = rotary.all_planes(keys)
         spread_part = torch.matmul(
-            spread.view(batch, heads, -1, spread.shape[-1]), torch.hypot(planes.real, planes.imag).mT
+            (spread * scale).view(batch, heads, -1, spread.shape[-1]), torch.hypot(planes.real, planes.imag).mT
         )
 
         exponents = torch.arange(self.offset_max.bit_length(), device=keys.device)
         futures = turns(rotary, view.next_position, 2**exponents)
         if self.aggregate == "mean":
             futures = futures.mean(dim=1, keepdim=True)
-        # [B, Q, E, F] -> [B, H, G * E, 2 F]: a distance more is a row more of the same product.
-        pointing = rotary.from_complex(mean[:, :, None] * futures[:, None])
-        pointing = pointing.reshape(batch, heads, -1, rotary.rotated_dims)
+        pointing = _pointing(rotary, mean * scale, futures).reshape(batch, heads, -1, keys.shape[-1])
         trig = torch.matmul(pointing, keys.mT).unflatten(2, (-1, futures.shape[1])).amax(dim=3)
         return trig + spread_part
 
@@ -119,6 +122,11 @@ class TriAttention(Scorer):
         batch, heads = view.keys.shape[:2]
         self.check_model(view.rotary, view.num_layers, self.statistics.mean.shape[1], heads)
         mean, modulus, covered = self.statistics.layer(view.layer_idx, view.keys.device)
+        if 2 * mean.shape[-1] != view.keys.shape[-1]:
+            raise ValueError(
+                f"statistics hold {mean.shape[-1]} frequencies for heads of {view.keys.shape[-1]} dims, expected "
+                f"{view.keys.shape[-1] // 2}; calibrate this model"
+            )
         if not self.needs.statistics:
             return mean.expand(batch, -1, -1), modulus.expand(batch, -1, -1)
 
@@ -129,6 +137,24 @@ class TriAttention(Scorer):
             own_weight = seen / (seen + self.shrinkage_tokens).clamp(min=1)
         own_weight = torch.where(covered, own_weight[:, None, None], 1.0)
         return torch.lerp(mean, own_mean, own_weight.to(own_mean.dtype)), torch.lerp(modulus, own_modulus, own_weight)
+
+
+def _like_planes(turning: float, rotary: Rotary, planes: Tensor) -> Float32[Tensor, "F"]:
+    """`turning` for the planes that RoPE turns, 1 for the others."""
+    factors = planes.real.new_ones(planes.shape[-1])
+    factors[: len(rotary.inverse_frequencies)] = turning
+    return factors
+
+
+def _pointing(
+    rotary: Rotary, mean: Complex64[Tensor, "B Q F"], futures: Complex64[Tensor, "B E F2"]
+) -> Float32[Tensor, "B Q E D"]:
+    """The mean query at each future distance: a distance more is a row more of the same product."""
+    turning = futures.shape[-1]
+    turned = rotary.from_complex(mean[:, :, None, :turning] * futures[:, None])
+    still = mean[:, :, None, turning:]
+    still = torch.cat((still.real, still.imag), dim=-1).expand(-1, -1, futures.shape[1], -1)
+    return torch.cat((turned, still), dim=-1)
 
 
 def _own_model(

@@ -1,6 +1,5 @@
 """Offline query statistics for TriAttention: what calibration stores, and the checks when it is read back."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -12,6 +11,7 @@ from jaxtyping import Bool, Complex64, Float32, Float64, Int64
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvstitch.scorers.tri_attention_files import read_authors_file
 from kvstitch.views import QueryStatistics, Rotary
 
 UNKNOWN_COUNT = -1
@@ -28,7 +28,7 @@ class TriAttentionStatistics:
         mean: `[L, Q, F]` complex mean of q (after q-norm, before RoPE).
         modulus: `[L, Q, F]` mean of |q|, never below |mean|.
         count: `[L, Q]` queries behind each head: 0 where there are none, -1 where the source does not tell.
-        inverse_frequencies: `[F]` of the model that was calibrated.
+        inverse_frequencies: `[F]` of the model that was calibrated; 0 for dims that it does not rotate, last.
         attention_scaling: of that model's RoPE.
         interleaved: layout of that model's RoPE.
         model: its name or path, for people.
@@ -82,7 +82,7 @@ class TriAttentionStatistics:
 
     def check(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Raise `ValueError` unless the statistics can belong to the live model."""
-        layers, heads, frequencies = self.mean.shape
+        layers, heads, _ = self.mean.shape
         source = f"statistics of {self.model!r}" if self.model else "statistics"
         if layers != num_layers or heads != num_query_heads or heads % num_kv_heads:
             raise ValueError(
@@ -95,12 +95,14 @@ class TriAttentionStatistics:
                 f"{_layout(rotary.interleaved)!r}; calibrate this model"
             )
         live = rotary.inverse_frequencies.to("cpu", torch.float64)
-        if live.shape[0] != frequencies:
+        known, still = self.inverse_frequencies[: len(live)], self.inverse_frequencies[len(live) :]
+        if len(known) < len(live) or still.any():
             raise ValueError(
-                f"{source} hold {frequencies} frequencies, the model's RoPE {live.shape[0]}; calibrate this model"
+                f"{source} hold {len(known) + int((still != 0).sum())} frequencies, the model's RoPE {len(live)}; "
+                "calibrate this model"
             )
-        if not torch.allclose(live, self.inverse_frequencies, rtol=1e-5, atol=0):
-            worst = ((live - self.inverse_frequencies).abs() / self.inverse_frequencies).max()
+        if not torch.allclose(live, known, rtol=1e-5, atol=0):
+            worst = ((live - known).abs() / known.clamp(min=1e-300)).max()
             raise ValueError(
                 f"{source} were taken at other RoPE frequencies (off by {worst:.1%}); calibrate this model"
             )
@@ -193,9 +195,9 @@ class TriAttentionStatistics:
         known = [layer for layer in layers if layer is not None]
         if not known:
             raise ValueError("layers must hold the statistics of at least one layer, got none")
-        heads, frequencies = known[0].total.shape[1:]
-        mean = torch.zeros(len(layers), heads, frequencies, dtype=torch.complex64)
-        modulus = torch.zeros(len(layers), heads, frequencies)
+        heads, planes = known[0].total.shape[1:]
+        mean = torch.zeros(len(layers), heads, planes, dtype=torch.complex64)
+        modulus = torch.zeros(len(layers), heads, planes)
         count = torch.zeros(len(layers), heads, dtype=torch.int64)
         for index, layer in enumerate(layers):
             if layer is None:
@@ -204,7 +206,8 @@ class TriAttentionStatistics:
             count[index] = queries
             mean[index] = layer.total.sum(dim=0).cpu() / queries.clamp(min=1)
             modulus[index] = layer.modulus.sum(dim=0).cpu() / queries.clamp(min=1)
-        frequencies = rotary.inverse_frequencies.to("cpu", torch.float64)
+        frequencies = torch.zeros(planes, dtype=torch.float64)
+        frequencies[: len(rotary.inverse_frequencies)] = rotary.inverse_frequencies
         return cls(
             mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, model, dtype, text_sha256
         )
@@ -221,42 +224,34 @@ class TriAttentionStatistics:
         Args:
             rotary: of the live model that the file is meant for.
 
-        Raises: ValueError if the file has another structure, or a head, layout or width that the model lacks.
+        Raises: FileNotFoundError; ValueError if the file is of another kind, or has a head, layout or width that the
+            model lacks.
         """
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or not isinstance(content.get("stats"), dict) or not content["stats"]:
-            raise ValueError(f"{path} is no TriAttention statistics file: it has no entry 'stats' with heads")
-        style = content.get("metadata", {}).get("rope_style", "half")
-        if style != _layout(rotary.interleaved):
-            raise ValueError(f"{path} pairs dims as {style!r}, the model's RoPE as {_layout(rotary.interleaved)!r}")
+        content = read_authors_file(path)
+        if content.layout != _layout(rotary.interleaved):
+            raise ValueError(
+                f"{path} pairs dims as {content.layout!r}, the model's RoPE as {_layout(rotary.interleaved)!r}"
+            )
 
         frequencies = rotary.inverse_frequencies.to("cpu", torch.float64)
         mean = torch.zeros(num_layers, num_query_heads, len(frequencies), dtype=torch.complex64)
         modulus = torch.zeros(num_layers, num_query_heads, len(frequencies))
         count = torch.zeros(num_layers, num_query_heads, dtype=torch.int64)
-        for key, entry in content["stats"].items():
-            layer, head = _place_of(key, num_layers, num_query_heads, path)
-            if entry["q_abs_mean"].shape != frequencies.shape:
+        for head in content.heads:
+            if head.layer_idx >= num_layers or head.head_idx >= num_query_heads:
                 raise ValueError(
-                    f"{path}: {key} holds {list(entry['q_abs_mean'].shape)} frequencies, the model's RoPE "
+                    f"{path}: {head.key} does not exist in a model of {num_layers} layers with {num_query_heads} heads"
+                )
+            if head.modulus.shape != frequencies.shape:
+                raise ValueError(
+                    f"{path}: {head.key} holds {list(head.modulus.shape)} frequencies, the model's RoPE "
                     f"{list(frequencies.shape)}"
                 )
-            mean[layer, head] = torch.complex(entry["q_mean_real"].float(), entry["q_mean_imag"].float())
-            modulus[layer, head] = entry["q_abs_mean"].float()
-            count[layer, head] = UNKNOWN_COUNT
-        name = str(content.get("metadata", {}).get("model_name", ""))
-        return cls(mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, name)
+            mean[head.layer_idx, head.head_idx] = head.mean
+            modulus[head.layer_idx, head.head_idx] = head.modulus
+            count[head.layer_idx, head.head_idx] = UNKNOWN_COUNT
+        return cls(mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, content.model)
 
 
 def _layout(interleaved: bool) -> str:
     return "interleaved" if interleaved else "half"
-
-
-def _place_of(key: str, num_layers: int, num_query_heads: int, path: str | PathLike) -> tuple[int, int]:
-    match = re.fullmatch(r"layer(\d+)_head(\d+)", key)
-    if match is None:
-        raise ValueError(f"{path}: entry {key!r} is not named layerNN_headNN")
-    layer, head = int(match[1]), int(match[2])
-    if layer >= num_layers or head >= num_query_heads:
-        raise ValueError(f"{path}: {key} does not exist in a model of {num_layers} layers with {num_query_heads} heads")
-    return layer, head

@@ -1,6 +1,7 @@
 """Take the query statistics that TriAttention can score with, from any model and any text.
 
 python scripts/calibrate.py text=book.txt output=smollm2.safetensors
+python scripts/calibrate.py authors_file=released.pt output=smollm2.safetensors
 python scripts/run.py scorer=triattention scorer.statistics=smollm2.safetensors
 """
 
@@ -8,6 +9,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.utils import instantiate
@@ -17,15 +19,31 @@ from run import CONFIGS, guarded
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.tasks.sources import read_text
 
+if TYPE_CHECKING:
+    from kvstitch.scorers import TriAttentionStatistics
+
 
 def calibrate(config: DictConfig) -> None:
-    """Read the text, run the dense model over it, write the file."""
+    """Take the statistics from a text or from a file of the authors, write them."""
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     output = Path(plain["output"])
     if output.suffix != ".safetensors":
         raise RunError(f"output must end in .safetensors, got {plain['output']}")
     if output.exists():
         raise RunError(f"{output} exists already; nothing is overwritten, choose another output")
+    if (plain["text"] is None) == (plain["authors_file"] is None):
+        raise RunError("give one of the two: text=FILE to calibrate on, or authors_file=FILE.pt to bring into our form")
+    if plain["text"] is None:
+        statistics, source = _imported(plain)
+    else:
+        statistics, source = _calibrated(plain)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    statistics.save(output)
+    print(f"{output}: {statistics.mean.shape[0]} layers, {source}")
+
+
+def _calibrated(plain: dict) -> tuple["TriAttentionStatistics", str]:
+    """Run the dense model over the text; statistics, and what they were taken from."""
     text = read_text(Path(plain["text"]).expanduser(), "text")
     for option in ("tokens", "chunk_tokens"):
         if not isinstance(plain[option], int) or plain[option] < 16:
@@ -50,9 +68,27 @@ def calibrate(config: DictConfig) -> None:
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    statistics.save(output)
-    print(f"{output}: {len(layers)} layers, {ids.shape[1]} tokens of {plain['text']}")
+    return statistics, f"{ids.shape[1]} tokens of {plain['text']}"
+
+
+def _imported(plain: dict) -> tuple["TriAttentionStatistics", str]:
+    """Read a file of the authors for the model; statistics, and how many heads they cover."""
+    path = Path(plain["authors_file"]).expanduser()
+    if not path.is_file():
+        raise RunError(f"authors_file={plain['authors_file']}: no such file")
+    from kvstitch.presses.model import read_model
+    from kvstitch.scorers import TriAttentionStatistics
+    from kvstitch.views import Needs
+
+    facts = read_model(instantiate(plain["model"]).model, Needs(rotary=True))
+    try:
+        statistics = TriAttentionStatistics.from_authors_file(
+            path, facts.rotary, facts.num_layers, facts.num_query_heads
+        )
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    covered = int((statistics.count != 0).sum())
+    return statistics, f"{covered} of {statistics.count.numel()} heads of {plain['authors_file']}"
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ class QueryWindow:
 
 @dataclass(frozen=True)
 class QueryStatistics:
-    """Running sums over the pre-RoPE queries that a layer has seen, in the complex view of `Rotary.to_complex`.
+    """Running sums over the pre-RoPE queries that a layer has seen, in the complex view of `Rotary.all_planes`.
 
     Args:
         count: `[B]` queries summed; the first four tokens of a row and padding are left out.

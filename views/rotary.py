@@ -39,6 +39,13 @@ class Rotary:
         real, imaginary = (head[..., 0::2], head[..., 1::2]) if self.interleaved else head.chunk(2, dim=-1)
         return torch.complex(real.contiguous(), imaginary.contiguous())
 
+    def all_planes(self, x: Float[Tensor, "*S D"]) -> Tensor:
+        """`[*S, D / 2]` complex64 view of all dims: the planes of `to_complex`, then dims that never turn, in pairs."""
+        if x.shape[-1] == self.rotated_dims:
+            return self.to_complex(x)
+        first, second = x[..., self.rotated_dims :].float().chunk(2, dim=-1)
+        return torch.cat((self.to_complex(x), torch.complex(first.contiguous(), second.contiguous())), dim=-1)
+
     def from_complex(self, z: Tensor) -> Float[Tensor, "*S D2"]:
         """Inverse of `to_complex`: `[*S, 2 F]` float32."""
         if self.interleaved:

@@ -123,11 +123,19 @@ class Story:
         )
 
     def complex(self, x: torch.Tensor) -> torch.Tensor:
-        """Complex planes of the rotated dims, float64."""
+        """Complex planes of all dims, float64: of the rotated ones, then of the others, first half with second half."""
         count = len(self.rotary.inverse_frequencies)
+        middle = count + x.shape[-1] // 2
+        rest = torch.complex(x[..., 2 * count : middle], x[..., middle:])
         if self.rotary.interleaved:
-            return torch.complex(x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2])
-        return torch.complex(x[..., :count], x[..., count : 2 * count])
+            return torch.cat((torch.complex(x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]), rest), dim=-1)
+        return torch.cat((torch.complex(x[..., :count], x[..., count : 2 * count]), rest), dim=-1)
+
+    def of_planes(self, turning: torch.Tensor | float, still: float) -> torch.Tensor:
+        """`[D / 2]`: a number for each rotated plane, another for the others."""
+        factors = torch.full((self.keys.shape[-1] // 2,), still, dtype=torch.float64)
+        factors[: len(self.rotary.inverse_frequencies)] = turning
+        return factors
 
     def kept_places(self, b: int, h: int) -> list[int]:
         return self.kept[b, h].nonzero()[:, 0].tolist()

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvstitch.scorers import TriAttention, TriAttentionStatistics
+from kvstitch.scorers import TOVA, TriAttention, TriAttentionStatistics
 from kvstitch.views import Needs, QueryStatistics, Rotary
 
 
@@ -19,27 +19,23 @@ def raw_by_offsets(story, b, q, place, offsets):
     mean, modulus = query_model(story, b, q)
     key = story.complex(story.keys[b, q // 3, place])
     phase = torch.angle(mean * key.conj())
-    amplitude, spread = mean.abs() * key.abs(), ((modulus - mean.abs()) * key.abs()).sum()
+    weight = story.of_planes(story.rotary.attention_scaling**2, 1.0)
+    frequencies = story.of_planes(story.rotary.inverse_frequencies, 0.0)
+    amplitude, spread = weight * mean.abs() * key.abs(), (weight * (modulus - mean.abs()) * key.abs()).sum()
     distances = [story.lengths[b] + e - place for e in offsets]
-    return [
-        float((amplitude * torch.cos(story.rotary.inverse_frequencies * d + phase)).sum() + spread) for d in distances
-    ]
+    return [float((amplitude * torch.cos(frequencies * d + phase)).sum() + spread) for d in distances]
 
 
 def raw_by_rotation(story, b, q, place, offsets):
     """The same by definition of RoPE: the mean query put at each future position, times the key at its own."""
     mean, modulus = query_model(story, b, q)
     key = story.keys[b, q // 3, place]
-    spread = float(((modulus - mean.abs()) * story.complex(key).abs()).sum())
-    dims = 2 * len(mean)
-    plain = torch.zeros(1, story.keys.shape[-1], dtype=torch.float64)
-    if story.rotary.interleaved:
-        plain[0, 0:dims:2], plain[0, 1:dims:2] = mean.real, mean.imag
-    else:
-        plain[0, : dims // 2], plain[0, dims // 2 : dims] = mean.real, mean.imag
+    weight = story.of_planes(story.rotary.attention_scaling**2, 1.0)
+    spread = float((weight * (modulus - mean.abs()) * story.complex(key).abs()).sum())
+    # The mean of the complex view is the complex view of the mean.
+    plain = story.queries[b, q, 4 : story.lengths[b]].mean(dim=0, keepdim=True)
     turned_key = story.turned(key[None], shift=place)[0]
-    scale = story.rotary.attention_scaling**2
-    return [float(story.turned(plain, shift=story.lengths[b] + e)[0] @ turned_key) / scale + spread for e in offsets]
+    return [float(story.turned(plain, shift=story.lengths[b] + e)[0] @ turned_key) + spread for e in offsets]
 
 
 def scores_by_loops(story, scorer, raw):
@@ -63,8 +59,14 @@ def scores_by_loops(story, scorer, raw):
 @pytest.mark.parametrize("aggregate, gqa, offset_max", [("mean", "max", 65536), ("max", "mean", 70)])
 @pytest.mark.parametrize(
     "rope",
-    [{}, {"interleaved": True}, {"rotated_dims": 4}, {"attention_scaling": 1.3}],
-    ids=["half", "interleaved", "partial", "scaled"],
+    [
+        {},
+        {"interleaved": True},
+        {"attention_scaling": 1.3},
+        {"rotated_dims": 4, "attention_scaling": 1.3},
+        {"rotated_dims": 2, "interleaved": True},
+    ],
+    ids=["half", "interleaved", "scaled", "partial", "partial_interleaved"],
 )
 def test_baked_form_is_the_published_one(make_story, assert_scores, raw, aggregate, gqa, offset_max, rope):
     story = make_story(lengths=(17, 12), **rope)
@@ -137,6 +139,19 @@ def test_offline_statistics_replace_the_rows_own(make_story, tmp_path):
     torch.testing.assert_close(scorer.score(replace(story.view(), statistics=None)), expected)
 
 
+def test_dims_that_do_not_turn_count_with_and_without_a_file(make_story):
+    story = make_story(lengths=(29,), rotated_dims=4)
+    view = story.view()
+    own, offline_scorer = TriAttention(debias=False), TriAttention(statistics=offline(story))
+    torch.testing.assert_close(offline_scorer.score(view), own.score(view))
+    missing = replace(
+        offline(story),
+        **{name: getattr(offline(story), name)[..., :2] for name in ("mean", "modulus", "inverse_frequencies")},
+    )
+    with pytest.raises(ValueError, match="hold 2 frequencies for heads of 8 dims, expected 4; calibrate this model"):
+        TriAttention(statistics=missing).score(view)
+
+
 def test_shrinkage_weighs_by_the_number_of_queries(make_story):
     story, other = make_story(lengths=(29,)), make_story(lengths=(25,), seed=7)
     own, prior, n = story.statistics(), other.statistics(), 25.0
@@ -163,6 +178,17 @@ def test_heads_that_the_file_lacks_use_the_rows_own(make_story):
     # Query heads 0 to 2 read kv head 0, 3 to 5 kv head 1.
     torch.testing.assert_close(scores[:, 0], TriAttention(statistics=full).score(story.view())[:, 0])
     torch.testing.assert_close(scores[:, 1], TriAttention(debias=False).score(story.view())[:, 1])
+
+
+def test_a_row_waits_where_its_own_few_queries_are_all_that_a_head_has(make_story):
+    full = offline(make_story(lengths=(25,), seed=7))
+    partial = replace(full, count=full.count.index_fill(1, torch.tensor([3]), 0))
+    # The first four tokens never count.
+    view = make_story(lengths=(20, 19, 3)).view()
+    for scorer in (TriAttention(), TriAttention(statistics=partial)):
+        assert scorer.waits(view).tolist() == [False, True, True]
+    for scorer in (TriAttention(statistics=full), TriAttention(statistics=full, shrinkage_tokens=256.0), TOVA()):
+        assert scorer.waits(view) is None
 
 
 def test_statistics_of_another_model_are_refused_when_scoring(make_story):

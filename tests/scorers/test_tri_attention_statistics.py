@@ -158,19 +158,3 @@ def test_authors_files_of_another_model(tmp_path, options, message):
     path = authors_file(tmp_path / "stats.pt", **options)
     with pytest.raises(ValueError, match=message):
         TriAttentionStatistics.from_authors_file(path, ROTARY, num_layers=2, num_query_heads=2)
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"other": 1}, {"stats": {}}])
-def test_other_files_are_not_the_authors(tmp_path, content):
-    torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="no TriAttention statistics file"):
-        TriAttentionStatistics.from_authors_file(tmp_path / "other.pt", ROTARY, 2, 2)
-
-
-def test_misnamed_heads(tmp_path):
-    path = authors_file(tmp_path / "stats.pt")
-    content = torch.load(path, weights_only=True)
-    content["stats"]["l0h0"] = content["stats"]["layer00_head00"]
-    torch.save(content, path)
-    with pytest.raises(ValueError, match="entry 'l0h0' is not named layerNN_headNN"):
-        TriAttentionStatistics.from_authors_file(path, ROTARY, 2, 2)

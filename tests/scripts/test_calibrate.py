@@ -1,5 +1,7 @@
 """Statistics taken by the command are those of the text, and a run scores with them."""
 
+import re
+
 import pytest
 import torch
 
@@ -35,6 +37,41 @@ def test_calibrate_then_run(script, arguments, tiny_arguments, tmp_path):
     assert outcome.status == 0, outcome.err
 
 
+def authors_file(path, layers=3, frequencies=8):
+    """As the authors release them, for the tiny model of four query heads."""
+    entry = {"q_mean_real": torch.full((frequencies,), 0.3), "q_mean_imag": torch.zeros(frequencies)}
+    entry["q_abs_mean"] = torch.full((frequencies,), 0.5)
+    stats = {f"layer{layer:02d}_head{head:02d}": entry for layer in range(layers) for head in range(4)}
+    torch.save({"metadata": {"rope_style": "half", "model_name": "their/model"}, "stats": stats}, path)
+    return path
+
+
+def test_a_file_of_the_authors_is_brought_into_our_form(script, arguments, tiny_arguments, tmp_path):
+    given, output = authors_file(tmp_path / "theirs.pt"), tmp_path / "ours.safetensors"
+    outcome = script("calibrate", *arguments[:3], f"authors_file={given}", f"output={output}")
+    assert outcome.status == 0, outcome.err
+    assert "3 layers, 12 of 12 heads" in outcome.out
+    statistics = TriAttentionStatistics.load(output)
+    assert statistics.complete and statistics.model == "their/model" and (statistics.modulus == 0.5).all()
+    outcome = script("run", *tiny_arguments, "scorer=triattention", f"scorer.statistics={output}")
+    assert outcome.status == 0, outcome.err
+
+
+def test_files_of_the_authors_that_cannot_be(script, arguments, tmp_path):
+    output = tmp_path / "ours.safetensors"
+    for given, message in (
+        (authors_file(tmp_path / "deep.pt", layers=4), "layer03_head00 does not exist in a model of 3 layers"),
+        (authors_file(tmp_path / "wide.pt", frequencies=9), r"holds \[9\] frequencies"),
+        (tmp_path / "absent.pt", "absent.pt: no such file"),
+    ):
+        outcome = script("calibrate", *arguments[:3], f"authors_file={given}", f"output={output}")
+        assert outcome.status == 1 and re.search(message, outcome.err), outcome.err
+        assert "Traceback" not in outcome.err and not output.exists()
+    for sources in ([], [arguments[3], f"authors_file={given}"]):
+        outcome = script("calibrate", *arguments[:3], *sources, f"output={output}")
+        assert outcome.status == 1 and "give one of the two" in outcome.err
+
+
 def test_nothing_is_overwritten(script, arguments, tmp_path):
     output = tmp_path / "statistics.safetensors"
     output.write_bytes(b"mine")
@@ -54,8 +91,6 @@ def test_nothing_is_overwritten(script, arguments, tmp_path):
     ],
 )
 def test_bad_input_is_one_message(script, arguments, change, message):
-    import re
-
     outcome = script("calibrate", *arguments, *change)
     assert outcome.status == 1
     assert re.search(message, outcome.err.strip().splitlines()[-1]), outcome.err
