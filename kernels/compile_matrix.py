@@ -30,8 +30,8 @@ from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tiling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# Qwen3-4B: 32 query heads over 8 kv heads. Nothing that is compiled depends on the lengths.
-_BATCH, _QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 8, 8192, 1024
+# Qwen3-4B: 32 query heads over 8 kv heads; Qwen3-14B: 40. Nothing that is compiled depends on the lengths.
+_BATCH, _QUERY_HEADS, _MORE_QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 40, 8, 8192, 1024
 # The two presets of mass segments that differ in every switch.
 _SEGMENT_RULES = {
     "recommended": RECOMMENDED_RULES,
@@ -97,7 +97,7 @@ def _compile_one(index: int) -> Resources:
 
 
 def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple[str, object]]:
-    new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta")
+    new = lambda *shape, dtype=dtype: _meta(*shape, dtype=dtype)
     query, key = new(_BATCH, _QUERY_HEADS, _LENGTH, head_dim), new(_BATCH, _HEADS, _LENGTH, head_dim)
     padding = new(_BATCH, dtype=torch.int64)
 
@@ -113,10 +113,9 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
     yield "top-8", attention("query_group", "exact", 8, value=None, logsumexp=found)
     if not quick:
         yield "plain", attention("query_group", "exact", 8)
-        yield "top-32", attention("query_group", "exact", 32)
-        yield "top-32", attention("query_group", "merged", 32)
-        yield "top-2", attention("query_group", "exact", 2)
-        yield "top-2", attention("query_group", "merged", 2)
+        for top_k in (2, 4, 16, 32):
+            yield f"top-{top_k}", attention("query_group", "exact", top_k)
+            yield f"top-{top_k}", attention("query_group", "merged", top_k)
         yield "top-8, edges alone", attention("query_group", "exact", 8, value=None)
         yield "top-8, edges alone", attention("query_group", "merged", 8, value=None)
         options = dict(first_key=padding, softcap=50.0, sinks=new(_QUERY_HEADS))
@@ -134,12 +133,30 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
     if not quick:
         yield "decode, output alone", decode(0, None, None)
         yield "decode, all options", decode(32, 50.0, new(_QUERY_HEADS))
+        yield from _uneven_group(dtype, head_dim)
 
     aligned = [key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)]
     yield "rows", lambda: compact_triton(aligned, slots, [None, -1])
     kept = [new(*slots.shape, *x.shape[3:], dtype=x.dtype) for x in aligned]
     yield "rows, new storage", lambda: compact_triton(aligned, slots, [0, -1], kept)
     yield "8 edges", lambda: _update(new, head_dim)
+
+
+def _uneven_group(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, object]]:
+    """Five query heads a kv head, which is no power of two, and lists of slots for each of them."""
+    new = lambda *shape, dtype=dtype: _meta(*shape, dtype=dtype)
+    query, key = new(_BATCH, _MORE_QUERY_HEADS, _LENGTH, head_dim), new(_BATCH, _HEADS, _LENGTH, head_dim)
+    for group_mean in ("exact", "merged"):
+        arguments = (query, key, key, 0.1, 8, 10, "query_group", group_mean, None, None, None, None)
+        yield "top-8, five heads", partial(topk_attention_triton, *arguments)
+    for lists in (_HEADS, _MORE_QUERY_HEADS):
+        slots = new(_BATCH, lists, _CHOSEN, dtype=torch.int64)
+        arguments = (query[:, :, :1], key, key, slots, 0.1, None, None, 8, 10)
+        yield f"decode, {lists} lists for {_MORE_QUERY_HEADS} heads", partial(sparse_decode_triton, *arguments)
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _segment_launchers(quick: bool) -> Iterator[tuple[str, object]]:
@@ -151,11 +168,10 @@ def _segment_launchers(quick: bool) -> Iterator[tuple[str, object]]:
 
 
 def _segments(slots: int, keep: int, rules: SegmentRules) -> None:
-    new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     heads = (_BATCH, _HEADS)
-    usage, valid = new(*heads, slots, dtype=torch.float32), new(*heads, slots, dtype=torch.bool)
-    credit = new(*heads, keep, dtype=torch.float32)
-    plan = segment_plan_triton(usage, credit, new(_BATCH, dtype=torch.int64), valid, rules)
+    usage, valid = _meta(*heads, slots, dtype=torch.float32), _meta(*heads, slots, dtype=torch.bool)
+    credit = _meta(*heads, keep, dtype=torch.float32)
+    plan = segment_plan_triton(usage, credit, _meta(_BATCH, dtype=torch.int64), valid, rules)
     protected = (plan.num_first, plan.first_recent)
     segment_select_triton(usage, plan.slot_edges, plan.quotas, *protected, valid, rules.must_keep, keep)
 

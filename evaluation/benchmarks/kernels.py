@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -24,14 +25,16 @@ import transformers
 
 from kvstitch.evaluation.benchmarks.kernels_checks import Setting, check_rows
 from kvstitch.evaluation.benchmarks.kernels_decode import USES, DecodeSetting, decode_rows
-from kvstitch.evaluation.benchmarks.kernels_models import SHAPES, random_model
+from kvstitch.evaluation.benchmarks.kernels_models import SHAPES, ModelShape, random_model
 from kvstitch.evaluation.benchmarks.kernels_operators import (
+    KernelCall,
     OperatorSizes,
     Timing,
+    left_out,
     operator_rows,
     shared_by,
-    tiling_rows,
 )
+from kvstitch.evaluation.benchmarks.kernels_tilings import tiling_rows
 from kvstitch.evaluation.benchmarks.kernels_timing import measure_rates, resolve_device
 from kvstitch.evaluation.environment import commit
 
@@ -62,6 +65,7 @@ class KernelsBenchmark:
         rounds: repeats of a kernel, of which the median is taken.
         steps: tokens that each contestant decodes under the clock.
         limit_sec: nothing is begun after this time; what is left out is listed.
+        kernels_sec: single kernels come first, as long as this; then whole models, and the kernels that are left.
     """
 
     device: str = "auto"
@@ -86,6 +90,7 @@ class KernelsBenchmark:
     rounds: int = 15
     steps: int = 16
     limit_sec: float | int = 270
+    kernels_sec: float | int = 90
 
     def __post_init__(self):
         _check_names("models", self.models, SHAPES)
@@ -97,14 +102,21 @@ class KernelsBenchmark:
             raise ValueError(f"contexts must be longer than budget={self.budget}, got {min(lengths)}")
 
     def run(self) -> list[dict[str, Any]]:
-        """Rows of the kinds device, check, kernel, tiling and decode; a row of an operator that is wrong has no times."""
+        """Rows of the kinds device, check, kernel, tiling, decode and left out; an operator that is wrong has no times.
+
+        Each also goes to stderr as soon as it is there: a run that is cut short leaves what it had.
+        """
         device = resolve_device(self.device)
         sized = self if device == "cuda" else _tiny(self)
-        return list(sized._rows(device))
+        rows = []
+        for row in sized._rows(device):
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            rows.append(row)
+        return rows
 
     def _rows(self, device: str) -> Iterator[dict[str, Any]]:
         start = time.monotonic()
-        enough_time = lambda: time.monotonic() - start < self.limit_sec
+        within = lambda seconds: time.monotonic() - start < min(seconds, self.limit_sec)
         dtype, impl = getattr(torch, self.dtype), "triton" if device == "cuda" else "reference"
         timing = Timing(device, impl, measure_rates(device, dtype), self.rounds)
         yield _device_row(timing, self.dtype)
@@ -113,28 +125,43 @@ class KernelsBenchmark:
             for row in check_rows(Setting(shape.attention, dtype, device, impl)):
                 red |= set() if row["passed"] else {row["operator"]}
                 yield row
-        # Whole models first: they are what the kernels are for, and single kernels fill what time is left.
-        yield from self._decode_rows(device, sorted(red), enough_time)
-        yield from self._kernel_rows(timing, red, enough_time)
+        late: list[KernelCall] = []
+        for call in self._kernel_calls(timing):
+            if call.operator in red:
+                yield left_out(call.operator, call.models, call.length, "wrong on this machine")
+            elif within(self.kernels_sec):
+                yield from call.rows()
+            else:
+                late.append(call)
+        yield from self._decode_rows(device, sorted(red), lambda: within(self.limit_sec))
+        for call in late:
+            if within(self.limit_sec):
+                yield from call.rows()
+            else:
+                yield left_out(call.operator, call.models, call.length, "no time")
 
-    def _kernel_rows(self, timing: Timing, red: set[str], enough_time) -> Iterator[dict[str, Any]]:
-        shapes = {name: SHAPES[name] for name in self.models}
+    def _kernel_calls(self, timing: Timing) -> Iterator[KernelCall]:
+        """By context, the shortest first; at the end what only tunes."""
+        shared = [
+            (names, lambda context, shape=shape: self._sizes(shape, context))
+            for names, shape in shared_by({name: SHAPES[name] for name in self.models})
+        ]
         for context in self.contexts:
-            for names, shape in shared_by(shapes):
-                sizes = OperatorSizes(
-                    shape.attention, shape.num_layers, context, self.budget, self.interval, self.top_k, self.dtype
-                )
-                for operator, variants in sizes.variants().items():
-                    if operator in red or (context != self.contexts[0] and operator not in _BY_CONTEXT):
-                        continue
-                    if not enough_time():
-                        yield {"kind": "left out", "operator": operator, "models": names, "length": context}
+            for names, sizes in shared:
+                for operator, variants in sizes(context).variants().items():
+                    if context != self.contexts[0] and operator not in _BY_CONTEXT:
                         continue
                     length = context if operator in _BY_CONTEXT else self.budget + self.interval
                     reference = context in self.reference_contexts or operator != "topk_attention"
-                    yield from operator_rows(operator, variants, names, length, timing, reference)
-                if timing.device == "cuda" and context == self.contexts[0] and "topk_attention" not in red:
-                    yield from tiling_rows(sizes, timing)
+                    rows = partial(operator_rows, operator, variants, names, length, timing, reference)
+                    yield KernelCall(operator, names, length, rows)
+        for names, sizes in shared if timing.device == "cuda" else ():
+            first = sizes(self.contexts[0])
+            yield KernelCall("topk_attention", names, first.context, partial(tiling_rows, first, timing))
+
+    def _sizes(self, shape: ModelShape, context: int) -> OperatorSizes:
+        numbers = (context, self.budget, self.interval, self.top_k)
+        return OperatorSizes(shape.attention, shape.num_layers, *numbers, self.dtype)
 
     def _decode_rows(self, device: str, red: Sequence[str], enough_time) -> Iterator[dict[str, Any]]:
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
@@ -142,10 +169,10 @@ class KernelsBenchmark:
             contexts, shape = [context for _, context in pairs], SHAPES[name]
             fitting = [context for context in contexts if memory is None or _bytes_needed(shape, context) < memory]
             for context in sorted(set(contexts) - set(fitting)):
-                yield {"kind": "left out", "operator": "decode: no memory", "models": name, "length": context}
+                yield left_out("decode", name, context, "no memory")
             if not fitting or not enough_time():
                 for context in fitting:
-                    yield {"kind": "left out", "operator": "decode: no time", "models": name, "length": context}
+                    yield left_out("decode", name, context, "no time")
                 continue
             model = random_model(shape, max(fitting) + 1024, getattr(torch, self.dtype), device)
             for context in fitting:
@@ -191,7 +218,7 @@ def _triton_version() -> str:
     return triton.__version__
 
 
-def _bytes_needed(shape, context: int) -> float:
+def _bytes_needed(shape: ModelShape, context: int) -> float:
     return shape.weight_bytes + _MEMORY_FACTOR * context * shape.slot_bytes + _MEMORY_SPARE
 
 

@@ -1,6 +1,7 @@
 """Whether the kernels are right on this machine; what is not is not timed."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +56,9 @@ def check_row(name: str, check: Callable[[Setting], Iterator[Difference]], setti
     failed = [each for each in found if not each.error <= each.allowed]
     worst = max(failed or found, key=lambda each: each.error / max(each.allowed, 1e-30))
     ratio = worst.error / worst.allowed if worst.allowed else worst.error
-    return row | {"cases": len(found), "worst": worst.case, "worst_ratio": round(ratio, 4), "passed": not failed}
+    # JSON has no NaN and no infinity.
+    ratio = round(ratio, 4) if math.isfinite(ratio) else None
+    return row | {"cases": len(found), "worst": worst.case, "worst_ratio": ratio, "passed": not failed}
 
 
 def check_topk_attention(setting: Setting) -> Iterator[Difference]:
@@ -81,9 +84,14 @@ def check_topk_attention(setting: Setting) -> Iterator[Difference]:
         spare = 2.0 if eager is rounded.output else 1.0
         yield _difference(f"{name}, output", found.output, eager, exact.output, spare)
         yield _difference(f"{name}, weights", found.weights, rounded.weights, exact.weights, 4.0)
-        gap = torch.nn.functional.pad(exact.weights, (1, 1), value=2.0).diff(dim=-1).abs()
-        clear = torch.minimum(gap[..., 1:], gap[..., :-1]) > 1e-5
+        clear = told_apart(exact.weights)
         yield Difference(f"{name}, keys", float((found.indices != exact.indices)[clear].sum()), 0.0)
+
+
+def told_apart(weights: Tensor) -> Tensor:
+    """Which of the descending weights stand further from their neighbours than rounding: their keys are certain."""
+    gap = torch.nn.functional.pad(weights, (1, 1), value=2.0).diff(dim=-1).abs()
+    return torch.minimum(gap[..., 1:], gap[..., :-1]) > 1e-5
 
 
 def check_sparse_decode(setting: Setting) -> Iterator[Difference]:
@@ -109,6 +117,8 @@ def check_sparse_decode(setting: Setting) -> Iterator[Difference]:
         yield _difference(f"{name}, output", found.output, rounded.output, exact.output, 2.0)
         if options.get("top_k"):
             yield _difference(f"{name}, weights", found.weights, rounded.weights, exact.weights, 4.0)
+            clear = told_apart(exact.weights)
+            yield Difference(f"{name}, slots", float((found.slots != exact.slots)[clear].sum()), 0.0)
 
 
 def check_compact(setting: Setting) -> Iterator[Difference]:

@@ -106,7 +106,9 @@ def decode_rows(
     - ams: evicts to the budget at once, then every `interval` tokens; an event's time is shared out over them.
     - rest: the model over one token, so everything but attention and whatever the host costs.
 
-    `speedup` is over dense, `peak_gib` the most memory of a contestant from its full cache on, weights included.
+    `speedup` is over dense, `peak_gib` the most memory of a contestant from its full cache on, weights included,
+    `peak_increase` its excess over dense's, and `index_share` what is held beside keys and values, over these: the columns
+    of CommunityKV's throughput table.
 
     What fails is noted in its row, and the next one has its turn.
 
@@ -128,12 +130,28 @@ def decode_rows(
             # Memory that does not suffice, mostly; on a lent machine the others are still worth their time.
             yield row | dict.fromkeys(_FIGURES) | {"note": f"failed: {type(error).__name__}: {error}"}
             continue
-        dense = figures["step_ms"] if contestant == "dense" else dense
-        speedup = None if dense is None else round(dense / figures["step_ms"], 2)
-        yield row | figures | {"speedup": speedup, "note": ""}
+        dense = figures if contestant == "dense" else dense
+        yield row | figures | _beside(dense, figures) | {"note": ""}
 
 
-_FIGURES = ("tokens_per_sec", "step_ms", "event_ms", "index_share", "peak_gib", "steady_gib", "speedup")
+_FIGURES = (
+    "tokens_per_sec",
+    "step_ms",
+    "event_ms",
+    "index_share",
+    "peak_gib",
+    "steady_gib",
+    "speedup",
+    "peak_increase",
+)
+
+
+def _beside(dense: Mapping[str, Any] | None, figures: Mapping[str, Any]) -> dict[str, float | None]:
+    """`speedup` and `peak_increase`; None where the dense model was not measured, or its memory was not."""
+    if dense is None:
+        return {"speedup": None, "peak_increase": None}
+    more = None if dense["peak_gib"] is None else round(figures["peak_gib"] / dense["peak_gib"] - 1, 3)
+    return {"speedup": round(dense["step_ms"] / figures["step_ms"], 2), "peak_increase": more}
 
 
 def _measure(setting: DecodeSetting, contestant: str) -> dict[str, Any]:

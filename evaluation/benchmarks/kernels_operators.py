@@ -1,7 +1,7 @@
 """Each kernel next to what it must beat and to the floor under it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +98,32 @@ class OperatorSizes:
         }
 
 
+@dataclass(frozen=True)
+class KernelCall:
+    """Something to be timed.
+
+    Args:
+        operator, models, length: as its rows will name it.
+        measure: gives the rows.
+    """
+
+    operator: str
+    models: str
+    length: int
+    measure: Callable[[], list[dict[str, Any]]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        try:
+            return self.measure()
+        except Exception as error:
+            # As with whole models: memory that does not suffice, mostly, and the others are still worth their time.
+            return [left_out(self.operator, self.models, self.length, f"failed: {type(error).__name__}: {error}")]
+
+
+def left_out(operator: str, models: str, length: int, reason: str) -> dict[str, Any]:
+    return {"kind": "left out", "operator": operator, "models": models, "length": length, "reason": reason}
+
+
 def operator_rows(
     operator: str, variants: Mapping[str, Workload], models: str, length: int, timing: Timing, with_reference: bool
 ) -> list[dict[str, Any]]:
@@ -127,51 +153,16 @@ def operator_rows(
                 "models": models,
                 "length": length,
                 "impl": timing.impl,
-                "ms": _ms(seconds[name]),
-                "floor_ms": _ms(floor),
+                "ms": milliseconds(seconds[name]),
+                "floor_ms": milliseconds(floor),
                 "to_floor": round(seconds[name] / floor, 2),
                 "baseline": _BASELINES.get(operator),
-                "baseline_ms": _ms(seconds.get("baseline")),
+                "baseline_ms": milliseconds(seconds.get("baseline")),
                 "to_baseline": round(seconds[name] / seconds["baseline"], 3) if "baseline" in seconds else None,
-                "reference_ms": _ms(seconds.get("reference")),
+                "reference_ms": milliseconds(seconds.get("reference")),
             }
         )
     return rows
-
-
-def tiling_rows(sizes: OperatorSizes, timing: Timing) -> list[dict[str, Any]]:
-    """The tilings that top-k attention could be launched with, best first: what to tune by. For a GPU."""
-    from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tilings, topk_attention_triton
-
-    workload = sizes.variants()["topk_attention"]["merged"]
-    inputs, (_, _, dim) = workload.inputs(timing.device), sizes.attention
-    tensors = (inputs["query"], inputs["key"], inputs["value"], dim**-0.5, sizes.top_k, workload.num_sinks)
-    element = inputs["query"].element_size()
-    contestants = {}
-    for tiling in forward_tilings(dim, sizes.top_k, element):
-        contestants["merged", tiling] = {"tiling": tiling}
-    for tiling in group_tilings(dim, sizes.top_k, element):
-        contestants["exact", tiling] = {"group_tiling": tiling}
-    seconds = median_seconds(
-        {
-            key: Contestant(
-                lambda _, mean=key[0], options=options: topk_attention_triton(
-                    *tensors, "query_group", mean, None, None, None, None, **options
-                )
-            )
-            for key, options in contestants.items()
-        },
-        timing.rounds,
-        timing.device,
-    )
-    described = lambda tiling: (
-        f"{tiling.block_m}x{tiling.block_n}, {tiling.num_warps} warps, {tiling.num_stages} stages"
-    )
-    rows = [
-        {"kind": "tiling", "variant": mean, "length": sizes.context, "tiling": described(tiling), "ms": _ms(found)}
-        for (mean, tiling), found in seconds.items()
-    ]
-    return sorted(rows, key=lambda row: (row["variant"], row["ms"]))
 
 
 @dataclass(frozen=True)
@@ -212,5 +203,5 @@ def shared_by(models: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield ", ".join(names), models[names[0]]
 
 
-def _ms(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds * 1e3:.4g}")

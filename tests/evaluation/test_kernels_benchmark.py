@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,42 +13,64 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import kvstitch.configs
-from kvstitch.evaluation.benchmarks import kernels_checks
+from kvstitch.evaluation.benchmarks import kernels, kernels_checks
 from kvstitch.evaluation.benchmarks.kernels import KernelsBenchmark, main
 from kvstitch.evaluation.benchmarks.kernels_checks import CHECKS, Difference, Setting, check_row, check_rows
-from kvstitch.evaluation.benchmarks.kernels_decode import USES, DecodeSetting, decode_rows
+from kvstitch.evaluation.benchmarks.kernels_decode import USES, DecodeSetting, _beside, decode_rows
 from kvstitch.evaluation.benchmarks.kernels_models import SHAPES, random_model
-from kvstitch.evaluation.benchmarks.kernels_operators import KernelBenchmark, OperatorSizes
+from kvstitch.evaluation.benchmarks.kernels_operators import KernelBenchmark, OperatorSizes, operator_rows
+from kvstitch.evaluation.benchmarks.kernels_tilings import same_attention
 from kvstitch.evaluation.benchmarks.kernels_timing import Rates, resolve_device
 from kvstitch.kernels.compact.workload import CompactWorkload
+from kvstitch.kernels.topk_attention import topk_attention
 
 # What a machine that only runs kernels may lack: what evaluation needs, the command line, and Leiden.
 MISSING = (
     "kvpress", "datasets", "rich", "gguf", "math_verify", "matplotlib", "hydra", "omegaconf", "graspologic_native", "triton"
 )  # fmt: skip
+SCRIPT = Path(kvstitch.configs.__file__).parents[1] / "scripts" / "bench.py"
 ALONE = f"""
-import sys
+import runpy, sys
 
 sys.modules |= dict.fromkeys({MISSING})
-from kvstitch.evaluation.benchmarks.kernels import main
-
-sys.exit(main(["--device=cpu"]))
+# As if kvstitch were not installed either: what makes an editable installation importable is taken away.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+sys.path[:] = [{str(SCRIPT.parent)!r}, *(entry for entry in sys.path if "__editable__" not in entry)]
+sys.argv = ["bench.py", *sys.argv[1:]]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 TINY = Setting((4, 2, 16), torch.float32, "cpu", "reference")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
+def run_alone(*arguments):
+    """`scripts/bench.py` on a machine that has neither the packages nor an installed kvstitch."""
+    command = [sys.executable, "-W", "error:.*kvstitch.*", "-c", ALONE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
-def printed():
+def alone():
     """The whole benchmark in a process of its own."""
-    done = subprocess.run([sys.executable, "-W", "error:.*kvstitch.*", "-c", ALONE], capture_output=True, text=True)
+    done = run_alone("bench=kernels", "bench.device=cpu")
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
+
+
+@pytest.fixture(scope="module")
+def printed(alone):
+    return alone.stdout
 
 
 @pytest.fixture(scope="module")
 def rows(printed):
     return json.loads(printed.splitlines()[-1])["rows"]
+
+
+@pytest.mark.parametrize("arguments", [["bench=event"], ["bench=kernels", "bench.rounds=3"], []])
+def test_without_hydra_anything_else_is_refused_in_one_message(arguments):
+    done = run_alone(*arguments)
+    assert done.returncode == 1 and "hydra is not installed" in done.stderr and "Traceback" not in done.stderr
 
 
 def of_kind(rows, kind):
@@ -59,6 +82,12 @@ def test_it_says_that_it_measured_no_gpu(printed, rows):
     assert device["measures"].startswith("NO GPU") and "NO GPU" in printed.split("{")[0]
     assert {row["impl"] for row in rows if "impl" in row} == {"reference"}
     assert not of_kind(rows, "tiling") and not of_kind(rows, "left out")
+
+
+def test_what_is_found_is_said_at_once(alone, rows):
+    """On stderr, in the order in which it is done: checks, single kernels, whole models."""
+    assert [json.loads(line) for line in alone.stderr.splitlines() if line.startswith("{")] == rows
+    assert [kind for kind, _ in groupby(row["kind"] for row in rows)] == ["device", "check", "kernel", "decode"]
 
 
 def test_every_kernel_is_checked_and_timed(rows):
@@ -83,6 +112,7 @@ def test_every_contestant_decodes(rows):
     by_name = {row["contestant"]: row for row in decoded}
     assert by_name["per_head"]["index_share"] == pytest.approx(2 * by_name["query_group"]["index_share"], rel=0.05)
     assert by_name["ams"]["event_ms"] > 0 and by_name["dense"]["event_ms"] is None
+    assert all(row["peak_gib"] is None and row["peak_increase"] is None for row in decoded)
 
 
 def test_a_red_kernel_is_named_and_not_timed(monkeypatch, capsys):
@@ -97,10 +127,14 @@ def test_a_red_kernel_is_named_and_not_timed(monkeypatch, capsys):
     checks = {name: lambda setting: iter((right, right)) for name in CHECKS}
     monkeypatch.setattr(kernels_checks, "CHECKS", checks | {"compact": wrong, "sparse_decode": broken})
     assert main(["--device=cpu"]) == 1
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    rows = json.loads(last_line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["rows"]
     red = {row["operator"]: row["worst"] for row in of_kind(rows, "check") if not row["passed"]}
     assert red == {"compact": "not a number", "sparse_decode": "RuntimeError: no such instruction"}
     assert {row["operator"] for row in of_kind(rows, "kernel")} == set(CHECKS) - set(red)
+    assert {(row["operator"], row["reason"]) for row in of_kind(rows, "left out")} == {
+        (operator, "wrong on this machine") for operator in red
+    }
     for row in of_kind(rows, "decode"):
         needs = [operator for operator in USES[row["contestant"]] if operator in red]
         assert (row["tokens_per_sec"] is None) == bool(needs)
@@ -140,8 +174,48 @@ def test_checks_pass_in_bfloat16():
 def test_time_that_is_over_is_listed():
     rows = KernelsBenchmark(device="cpu", limit_sec=0).run()
     left_out = of_kind(rows, "left out")
-    assert {row["operator"] for row in left_out} == set(CHECKS) | {"decode: no time"}
+    assert {row["operator"] for row in left_out} == {*CHECKS, "decode"}
+    assert {row["reason"] for row in left_out} == {"no time"}
     assert not of_kind(rows, "kernel") and not of_kind(rows, "decode") and of_kind(rows, "check")
+
+
+def test_kernels_whose_share_of_the_time_is_over_come_after_whole_models():
+    rows = KernelsBenchmark(device="cpu", kernels_sec=0, contestants=("rest",)).run()
+    assert [kind for kind, _ in groupby(row["kind"] for row in rows)] == ["device", "check", "decode", "kernel"]
+    assert {row["operator"] for row in of_kind(rows, "kernel")} == set(CHECKS)
+
+
+def test_a_kernel_that_fails_does_not_stop_the_next(monkeypatch):
+    def fails(operator, *rest):
+        if operator == "sparse_decode":
+            raise torch.OutOfMemoryError("tried to allocate much")
+        return operator_rows(operator, *rest)
+
+    monkeypatch.setattr(kernels, "operator_rows", fails)
+    rows = KernelsBenchmark(device="cpu", contestants=("rest",)).run()
+    assert {row["operator"] for row in of_kind(rows, "kernel")} == set(CHECKS) - {"sparse_decode"}
+    assert [row["reason"] for row in of_kind(rows, "left out")] == [
+        "failed: OutOfMemoryError: tried to allocate much"
+    ] * 2
+
+
+def test_a_tiling_that_is_wrong_is_noticed():
+    """Rounding is no difference; another output, another weight, another key, or NaN is."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 40, 16, generator=generator).bfloat16() for heads in (4, 2))
+    wanted = tuple(topk_attention(query, key, key, 0.25, 4))
+    nearly = tuple(topk_attention(query, key, key, 0.25 * (1 + 1e-6), 4))
+    assert same_attention(wanted, wanted) and same_attention(nearly, wanted)
+    for place, change in ((0, 0.2), (0, float("nan")), (1, 1e-3), (1, float("nan")), (2, 1)):
+        spoiled = [tensor.clone() for tensor in wanted]
+        spoiled[place][0, 0, 20, 0] += change
+        assert not same_attention(tuple(spoiled), wanted)
+
+
+def test_figures_stand_beside_those_of_the_dense_model():
+    dense, other = {"step_ms": 20.0, "peak_gib": 40.0}, {"step_ms": 8.0, "peak_gib": 41.2}
+    assert _beside(dense, other) == {"speedup": 2.5, "peak_increase": 0.03}
+    assert _beside(None, other) == {"speedup": None, "peak_increase": None}
 
 
 def test_a_contestant_may_be_left_out_alone():

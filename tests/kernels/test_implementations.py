@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +60,9 @@ def test_reference_runs_where_triton_cannot_be_imported():
 def test_auto_follows_the_device():
     assert resolve_implementation("auto", torch.zeros(1)) == "reference"
     assert resolve_implementation("reference", torch.zeros(1)) == "reference"
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
+    assert resolve_implementation("auto", on_gpu) == resolve_implementation("triton", on_gpu) == "triton"
+    assert resolve_implementation("reference", on_gpu) == "reference"
 
 
 def test_kernels_compile_without_spills_for_both_targets():
@@ -74,3 +79,34 @@ def test_kernels_compile_without_spills_for_both_targets():
     assert kernels <= {row[0] for row in rows}
     assert {target for row in rows for target in row if target.startswith("sm_")} == {"sm_80", "sm_90"}
     assert {row[2] for row in rows if row[1] == "bfloat16"} == {"64", "128"}
+
+
+WHOLE_MATRIX = """
+from kvstitch.kernels.compile_matrix import matrix
+
+for case in matrix():
+    arguments = case.launch.arguments
+    constant = lambda *names: next((arguments[name] for name in names if name in arguments), None)
+    kernel, (first, *_) = case.launch.kernel.__name__, arguments.values()
+    tensor = arguments.get("key", arguments.get("query", arguments.get("output", first)))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    print(kernel, dtype, constant("HEAD_DIM", "WIDTH"), constant("TOP_K"), constant("GROUP", "ROWS"))
+"""
+
+
+def test_the_whole_matrix_leaves_no_combination_out():
+    """Nothing is compiled here; `python -m kvstitch.kernels.compile_matrix` does that, and takes its time."""
+    if sys.platform != "linux":
+        pytest.skip("Triton exists for Linux only")
+    done = subprocess.run([sys.executable, "-c", WHOLE_MATRIX], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    by_head_dim = ["topk_attention_fwd", "group_topk_fwd", "sparse_decode_split", "merge_splits", "compact"]
+    wanted = product([*by_head_dim, "community_update"], ["bfloat16", "float16", "float32"], [64, 80, 96, 128, 256])
+    named = {(row[0].strip("_").removesuffix("_kernel"), row[1], row[2]) for row in rows}
+    assert {(kernel, dtype, str(head_dim)) for kernel, dtype, head_dim in wanted} <= named
+    for kernel in ("_topk_attention_fwd_kernel", "_group_topk_fwd_kernel", "_merge_heads_kernel"):
+        assert {"2", "4", "8", "16", "32"} <= {row[3] for row in rows if row[0] == kernel}
+    # Of a group of five query heads, which is no power of two, beside one of four.
+    for kernel in ("_group_topk_fwd_kernel", "_merge_heads_kernel", "_sparse_decode_split_kernel", "_top_slots_kernel"):
+        assert {"4", "5"} <= {row[4] for row in rows if row[0] == kernel}
