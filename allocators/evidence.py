@@ -44,19 +44,19 @@ class Evidence:
     num_sinks: int
 
     def of_layers(
-        self, views: Sequence[LayerView], valid: Bool[Tensor, "S H T"], keep: Int64[Tensor, "S"]
+        self, views: Sequence[LayerView], valid: Bool[Tensor, "S H T"] | None, keep: Int64[Tensor, "S"]
     ) -> Float32[Tensor, "S H T"]:
         """Evidence of layers of equal shape; 0 on empty slots.
 
         Args:
             views: L layers with B rows each; S = L * B, layer after layer.
-            valid: their valid slots.
+            valid: their valid slots; None if no slot is empty.
             keep: budget of each row.
         """
         windows = [_window(view, self.window_tokens) for view in views]
         places = torch.cat([window.positions for window in windows])
         if self.mass_pad != "visible_mean":
-            places = _shorten(places, self._window_lengths(places, valid, keep))
+            places = _shorten(places, self._window_lengths(places, _Order.of(valid, views[0].keys.shape[2]), keep))
         queries = [window.rotated for window in windows]
         if self.query_positions == "current":
             queries = [_turned_to_newest(window, view) for window, view in zip(windows, views)]
@@ -64,23 +64,22 @@ class Evidence:
         usage = window_usage_layers(
             queries, places, [view.keys for view in views], positions, [view.scaling for view in views]
         )
-        return self._finish(usage, valid, places, keep)
+        return self._finish(usage, _Order.of(valid, usage.shape[-1]), places, keep)
 
-    def _finish(self, raw: Tensor, valid: Tensor, query_positions: Tensor, keep: Tensor) -> Tensor:
+    def _finish(self, raw: Tensor, order: "_Order", query_positions: Tensor, keep: Tensor) -> Tensor:
         """Pooling, padding of the window's own slots and exclusion of sinks."""
-        order = _Order.of(valid)
         first = min(self.num_sinks, raw.shape[-1] - 1) if self.sink_mass == "exclude" else 0
         packed = order.pack(raw)
         if self.mass_pad == "visible_mean":
             return order.unpack(self._pool(packed, first, order.count))
-        window = self._window_lengths(query_positions, valid, keep)[:, None, None]
+        window = self._window_lengths(query_positions, order, keep)[:, None, None]
         history = (order.count - window).clamp(min=first)
         unseen = torch.arange(raw.shape[-1], device=raw.device) >= history
         pooled = self._pool(packed.masked_fill(unseen, 0.0), first, history).masked_fill_(unseen, 0.0)
         dims = (-1,) if self.mass_pad == "head_max" else (0, 1, 2)
         return order.unpack(torch.where(unseen, pooled.amax(dim=dims, keepdim=True), pooled))
 
-    def _pool(self, packed: Tensor, first: int, end: Tensor) -> Tensor:
+    def _pool(self, packed: Tensor, first: int, end: int | Tensor) -> Tensor:
         """Average over neighbours among the places from `first` to before `end`; 0 before `first`."""
         half = self.pool_kernel // 2
         inner = packed[..., first:]
@@ -92,36 +91,41 @@ class Evidence:
                 inner = inner * self.pool_kernel / (before + after + 1)
         return F.pad(inner, (first, 0))
 
-    def _window_lengths(self, query_positions: Tensor, valid: Tensor, keep: Tensor) -> Tensor:
+    def _window_lengths(self, query_positions: Tensor, order: "_Order", keep: Tensor) -> Tensor:
         """`[S]` int64: queries that each row uses, no more than it has, than slots before them, or than it keeps."""
         held = (query_positions >= 0).sum(dim=-1)
-        before = valid.sum(dim=-1).amax(dim=-1) - 1
-        return torch.minimum(torch.minimum(held, before), keep).clamp(min=1, max=self.window_tokens)
+        fullest = order.count if order.index is None else order.count[..., 0].amax(dim=-1)
+        return torch.minimum(held.clamp(max=fullest - 1), keep).clamp(min=1, max=self.window_tokens)
 
 
 class _Order(NamedTuple):
     """Moves values between slots and their order among the valid slots of a head.
 
-    index: `[B, H, T]` 1 + place of each valid slot, 0 for empty ones. count: `[B, H, 1]` valid slots.
+    index: `[B, H, T]` 1 + place of each valid slot, 0 for empty ones; None if there are none, and nothing moves.
+    count: `[B, H, 1]` valid slots, or T.
     """
 
-    index: Tensor
-    count: Tensor
+    index: Tensor | None
+    count: Tensor | int
 
     @classmethod
-    def of(cls, valid: Tensor) -> "_Order":
+    def of(cls, valid: Tensor | None, slots: int) -> "_Order":
+        if valid is None:
+            return cls(None, slots)
         rank = valid.cumsum(dim=-1)
         return cls(rank * valid, rank[..., -1:])
 
     def pack(self, x: Tensor) -> Tensor:
         """The values of the valid slots, in order, then zeros."""
+        if self.index is None:
+            return x
         batch, heads, slots = x.shape
         # What the empty slots hold goes to column 0, which is cut off.
         return x.new_zeros(batch, heads, slots + 1).scatter_(-1, self.index, x)[..., 1:]
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Inverse of `pack`; 0 on empty slots."""
-        return F.pad(packed, (1, 0)).gather(-1, self.index)
+        return packed if self.index is None else F.pad(packed, (1, 0)).gather(-1, self.index)
 
 
 def _window(view: LayerView, window_tokens: int) -> QueryWindow:

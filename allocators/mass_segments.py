@@ -13,7 +13,7 @@ from kvstitch.allocators.base import EvictingAllocator, Selection
 from kvstitch.allocators.evidence import MASS_PADS, POOL_EDGES, QUERY_POSITIONS, SINK_MASSES, Evidence
 from kvstitch.allocators.limits import Limits
 from kvstitch.allocators.options import check_choices, check_counts, check_fractions, check_switches
-from kvstitch.allocators.selector import gather_state
+from kvstitch.allocators.selector import gather_state, unless_full
 from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
 from kvstitch.kernels.segment_quota.reference import SegmentPlan
 from kvstitch.kernels.segment_quota.rules import SegmentRules
@@ -125,7 +125,7 @@ class MassSegments(EvictingAllocator):
         slots, device = scores[0].shape[-1], scores[0].device
         each = [Limits.of(self._target(keep, slots), len(keep), device) for keep in keeps]
         limits = Limits(min(x.least for x in each), max(x.most for x in each), torch.cat([x.rows for x in each]))
-        valid = torch.cat([view.valid for view in views])
+        valid = unless_full(torch.cat([view.valid for view in views]))
         usage = self._evidence.of_layers(views, valid, limits.rows)
         # Layers that are stacked have credit of one width, or none of them has.
         credit = torch.cat([state["credit"] for state in states]) if self.credit and "credit" in states[0] else None

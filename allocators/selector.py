@@ -73,3 +73,8 @@ def protected(
 def gather_state(state: Float32[Tensor, "B H T"], slots: Int64[Tensor, "B H K"]) -> Float32[Tensor, "B H K"]:
     """A per-slot state in the order of `slots`, 0 where they are -1."""
     return state.gather(-1, slots.clamp(min=0)).masked_fill_(slots < 0, 0.0)
+
+
+def unless_full(valid: Bool[Tensor, "B H T"]) -> Bool[Tensor, "B H T"] | None:
+    """None if no slot is empty, which spares all later work for holes; on a GPU a look would wait for the device."""
+    return valid if valid.is_cuda or not bool(valid.all()) else None

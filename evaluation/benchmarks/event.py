@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvstitch.allocators import EvictingAllocator, GlobalTopK, SegmentQuota
+from kvstitch.evaluation.benchmarks.event_memory import UNMEASURED, peak_extra_bytes
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
-from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
 from kvstitch.presses import EvictionPress
 from kvstitch.scorers import RKV, TOVA, ExpectedAttention, KeyDiff, Scorer, SnapKV, TriAttention
 
@@ -28,6 +28,8 @@ KVPRESS_NAMES = {
     "expected_attention": "ExpectedAttentionPress",
     "keydiff": "KeyDiffPress",
 }
+# The widest window of queries that a scorer looks at: so many tokens really go through the model.
+_MEMORY_QUERIES = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class EventBenchmark:
         threads: torch threads.
         memory_slots: length at which the memory that an event needs beside the cache is measured; None leaves it out.
         memory_scorers: whose events those are.
+        memory_layers: layers of those events. They are scored one after another, so a few show what many need: R-KV
+            takes seconds a layer at 16,384 slots.
     """
 
     slots: int = 768
@@ -62,6 +66,7 @@ class EventBenchmark:
     threads: int = 2
     memory_slots: int | None = 16384
     memory_scorers: Sequence[str] = ("rkv",)
+    memory_layers: int = 2
 
     def __post_init__(self):
         unknown = [name for name in (*self.scorers, *self.memory_scorers) if name not in SCORERS]
@@ -69,6 +74,8 @@ class EventBenchmark:
             raise ValueError(f"scorers must be among {', '.join(SCORERS)}, got {', '.join(unknown)}")
         if not 0 < self.keep < self.slots:
             raise ValueError(f"keep must lie between 0 and slots={self.slots}, got {self.keep}")
+        if self.memory_slots is not None and self.memory_slots <= self.keep:
+            raise ValueError(f"memory_slots must be above keep={self.keep}, got {self.memory_slots}")
 
     def run(self) -> list[dict[str, Any]]:
         """One row per scorer: milliseconds of each kind of event and the ratios between them; then the rows of memory."""
@@ -80,16 +87,26 @@ class EventBenchmark:
         return rows
 
     def _memory_row(self, name: str) -> dict[str, Any]:
-        """Resident memory that one event adds at its peak. Layers are scored one by one, so two show what many need."""
-        model = self._model(num_layers=2)
+        """Resident memory that one event over `memory_layers` adds at its peak, beside the cache."""
+        model = self._model(self.memory_layers)
+        own_tokens = min(_MEMORY_QUERIES, self.memory_slots // 2)
+        cache = self._random_cache(model, self.memory_slots - own_tokens)
         run = EvictionPress(SCORERS[name], SegmentQuota.recommended(), self.keep, interval=10**6)(model)
         with run, torch.no_grad():
-            model(self._tokens(self.memory_slots), use_cache=True, logits_to_keep=1)
-            reset_peak_memory()
-            before = peak_memory()["peak_process_bytes"]
-            run.compact()
-        extra = peak_memory()["peak_process_bytes"] - before
-        return {"kind": "memory", "scorer": name, "slots": self.memory_slots, "extra_mib": round(extra / 2**20, 1)}
+            model(self._tokens(own_tokens), past_key_values=cache, logits_to_keep=1)
+            extra = peak_extra_bytes(run.compact)
+        row = {"kind": "memory", "scorer": name, "slots": self.memory_slots, "keep": self.keep}
+        row |= {"layers": self.memory_layers, "extra_mib": None if extra is None else round(extra / 2**20, 1)}
+        return row if extra is not None else row | {"note": UNMEASURED}
+
+    def _random_cache(self, model: PreTrainedModel, slots: int) -> DynamicCache:
+        """As a prompt would leave it, without the prompt's cost, which grows with the square of its length."""
+        cache = DynamicCache(config=model.config)
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(self.memory_layers):
+            keys, values = torch.randn(2, 1, self.num_kv_heads, slots, self.head_dim, generator=generator)
+            cache.update(keys, values, layer)
+        return cache
 
     def _row(self, model: PreTrainedModel, name: str) -> dict[str, Any]:
         allocators: dict[str, EvictingAllocator] = {

@@ -1,15 +1,16 @@
 """Attention of a query window in plain torch; the shapes are checked in `api`."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# A slot that a query cannot see gets -1e20 and more on its logit. An empty slot counts as 3e18 queries too late, so
-# that its penalty stays inside float32 and outweighs whatever finite garbage its key holds.
-_PENALTY = 1e20
-_EMPTY_SLOT = 3e18
+# Later than every query.
+_EMPTY_SLOT = math.inf
+_LOWEST = torch.finfo(torch.float32).min
+_LOG2_E = math.log2(math.e)
 
 
 class _Visibility(NamedTuple):
@@ -32,6 +33,7 @@ def window_attention_reference(
     return probabilities.mul_(_sees_any(visibility)[:, :, None, :, None])
 
 
+@torch.no_grad()
 def window_usage_reference(
     queries: Sequence[Tensor],
     query_positions: Tensor,
@@ -46,20 +48,47 @@ def window_usage_reference(
     """
     stacked, heads, slots = positions.shape
     batch, group = stacked // len(keys), queries[0].shape[1] // heads
-    window = query_positions.shape[-1]
     visibility = _visibility(query_positions, positions)
-    # A row of ones, zeros for queries that see nothing, times a matrix: the sum over G and W in a single pass.
-    ones = _sees_any(visibility)[:, :, None].expand(stacked, heads, group, window).reshape(stacked * heads, 1, -1)
+    first = _first_hidden(visibility.missed)
+    sees_any = _sees_any(visibility)
+    # One for all layers: the pages of a fresh one would cost as much as the product.
+    room = positions.new_empty(batch * heads, group * query_positions.shape[-1], slots, dtype=torch.float32)
     totals = []
     for layer in range(len(keys)):
         rows = slice(layer * batch, (layer + 1) * batch)
-        seen = _Visibility(visibility.rank[rows], visibility.missed[rows])
-        probabilities = _probabilities(queries[layer], keys[layer], seen, scaling[layer])
-        rows = slice(layer * batch * heads, (layer + 1) * batch * heads)
-        totals.append(torch.bmm(ones[rows], probabilities.view(batch * heads, -1, slots)))
-    watchers = (window - visibility.missed).clamp_(min=1)
-    # An empty slot holds an exact zero unless no query of the row sees anything, and then the ones are zeros.
-    return torch.cat(totals).view(stacked, heads, slots).div_(watchers.mul_(group))
+        logits = _logits(queries[layer], keys[layer], scaling[layer] * _LOG2_E, room)
+        if first < slots:
+            hidden = visibility.rank[rows, None, :, None] < visibility.missed[rows, :, None, first:]
+            logits[..., first:].masked_fill_(hidden[:, :, None], _LOWEST)
+        totals.append(_summed_softmax_(logits, sees_any[rows]))
+    watchers = (query_positions.shape[-1] - visibility.missed).clamp_(min=1)
+    # An empty slot holds an exact zero unless no query of the row sees anything, and then the weights are zeros.
+    return torch.cat(totals).div_(watchers.mul_(group))
+
+
+def _summed_softmax_(logits: Tensor, counts: Tensor) -> Tensor:
+    """Softmax to base 2 of `[B, H, G, W, T]`, summed over G and W: `[B, H, T]`; `counts` `[B, H, W]` weighs the queries.
+
+    Probabilities are never written down: a product with one row of weights, 1 / total each, normalises and sums at once.
+    To base 2, because the exponential of base e costs a CPU more than twice as much.
+    """
+    batch, heads, group, window, slots = logits.shape
+    powers = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp2_()
+    weights = counts[:, :, None] / powers.sum(dim=-1)
+    return torch.bmm(weights.view(batch * heads, 1, -1), powers.view(batch * heads, -1, slots)).view(
+        batch, heads, slots
+    )
+
+
+def _first_hidden(missed: Tensor) -> int:
+    """First slot that any query may not see. Most slots are older than the window, and to hide is a pass over logits.
+
+    On a GPU, where a look at values waits for the device: 0.
+    """
+    if missed.is_cuda:
+        return 0
+    hidden = (missed > 0).flatten(0, 1).any(dim=0)
+    return int(torch.cat((hidden, hidden.new_ones(1))).int().argmax())
 
 
 def _visibility(query_positions: Tensor, positions: Tensor) -> _Visibility:
@@ -72,16 +101,19 @@ def _visibility(query_positions: Tensor, positions: Tensor) -> _Visibility:
 
 def _probabilities(queries: Tensor, keys: Tensor, visibility: _Visibility, scaling: float) -> Tensor:
     """`[B, H, G, W, T]`; a row that sees nothing is meaningless but finite."""
+    logits = _logits(queries, keys, scaling)
+    hidden = visibility.rank[:, None, :, None] < visibility.missed[:, :, None, :]
+    # Whatever stands on an empty slot or in a missing query, NaN and infinity included, is written over.
+    return logits.masked_fill_(hidden[:, :, None], _LOWEST).softmax(dim=-1)
+
+
+def _logits(queries: Tensor, keys: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:
+    """`scaling * q . k`, `[B, H, G, W, T]` float32; `out` `[B * H, G * W, T]` is where to."""
     batch, heads, slots, head_dim = keys.shape
-    window = queries.shape[2]
     # The G query heads of a kv head become rows of one product: keys are never repeated.
     folded = (queries.float() * scaling).reshape(batch * heads, -1, head_dim)
-    logits = torch.bmm(folded, keys.float().reshape(batch * heads, slots, head_dim).transpose(1, 2))
-    # Whatever stands on an empty slot or in a missing query, NaN and infinity included, becomes a finite logit.
-    logits.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    penalty = visibility.rank[:, None, :, None] - visibility.missed[:, :, None, :]
-    logits = logits.view(batch, heads, -1, window, slots)
-    return logits.add_(penalty.clamp_(max=0).mul_(_PENALTY)[:, :, None]).softmax(dim=-1)
+    logits = torch.bmm(folded, keys.float().reshape(batch * heads, slots, head_dim).transpose(1, 2), out=out)
+    return logits.view(batch, heads, -1, queries.shape[2], slots)
 
 
 def _sees_any(visibility: _Visibility) -> Tensor:

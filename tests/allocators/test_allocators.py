@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvstitch.allocators import FixedSegments, GlobalTopK, HeadAdaptive, Pyramid, SegmentQuota
+from kvstitch.allocators import FixedSegments, GlobalTopK, HeadAdaptive, Pyramid, SegmentQuota, mass_segments
+from kvstitch.kernels.window_attention import reference as window_attention
 
 FEW = {"num_sinks": 2, "num_recent": 5}
 EVERY = {
@@ -107,7 +108,10 @@ class NoReadBack(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_read_back_and_no_loop_over_rows_heads_or_segments(make_view, name):
+def test_no_read_back_and_no_loop_over_rows_heads_or_segments(make_view, name, monkeypatch):
+    # Two looks that spare work where looking costs nothing, on a CPU; on a GPU they answer this without one.
+    monkeypatch.setattr(mass_segments, "unless_full", lambda valid: valid)
+    monkeypatch.setattr(window_attention, "_first_hidden", lambda missed: 0)
     counts = []
     for batch, heads, slots in ((2, 2, 60), (3, 5, 60), (3, 5, 63)):
         view = make_view(batch=batch, heads=heads, slots=slots)
@@ -231,3 +235,17 @@ def test_pyramid_passes_on_what_its_allocator_is(make_view):
 def test_bad_options_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+# -- what is spared where no slot is empty ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["recommended", "paper", "reference", "fixed"])
+def test_sparing_the_work_for_holes_changes_nothing(make_view, name, monkeypatch):
+    view, scores, keep = make_view(), draw_scores((2, 3, 60)), torch.tensor([20, 31])
+    looked = EVERY[name].allocate(view, scores, keep, {})
+    monkeypatch.setattr(mass_segments, "unless_full", lambda valid: valid)
+    monkeypatch.setattr(window_attention, "_first_hidden", lambda missed: 0)
+    plain = EVERY[name].allocate(view, scores, keep, {})
+    assert torch.equal(looked.slots, plain.slots) and torch.equal(looked.state["credit"], plain.state["credit"])
+    assert all(torch.equal(looked.details[part], plain.details[part]) for part in plain.details)
