@@ -12,6 +12,7 @@ import torch
 
 from kvstitch.evaluation.answers import Answer, answer_metrics, graded
 from kvstitch.evaluation.compactions import region_arrays
+from kvstitch.evaluation.dense_side import storage_metrics
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.reads import ReadMeter, index_metrics
@@ -64,6 +65,9 @@ def closed_loop_sample(
         metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
         metrics |= _quality(run, pressed, dense, sample.trace_ids)
         metrics |= meter.metrics(pressed.cache) | index_metrics(run)
+        metrics |= storage_metrics("", pressed.storage)
+        # Of slots only: the dense side goes on in a copy of our own layers, with their room for growth.
+        metrics |= {"dense_mean_slots": dense.storage.mean_slots, "dense_peak_slots": dense.storage.peak_slots}
         answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
         metrics |= answer_metrics(answers)
         regions = region_arrays(run, sample.id)
@@ -77,6 +81,7 @@ def _go_on_from(dense: Stream, pressed: Stream, press: RetrievalPress) -> None:
     """The other side of a prompt that was read once, its cache not indexed yet."""
     dense.cache = copy.deepcopy(pressed.cache, {id(press): press})
     dense._last = pressed._last
+    dense.storage.measure(dense.cache, tokens=0)
 
 
 def _quality(run: RetrievalRun, pressed: Stream, dense: Stream, trace: Sequence[int]) -> dict[str, float | None]:

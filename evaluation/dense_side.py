@@ -127,6 +127,7 @@ def storage_metrics(prefix: str, storage: Storage | None) -> dict[str, float | N
         f"{prefix}mean_slots": storage and storage.mean_slots,
         f"{prefix}peak_slots": storage and storage.peak_slots,
         f"{prefix}kv_bytes": storage and storage.peak_bytes,
+        f"{prefix}mean_kv_bytes": storage and storage.mean_bytes,
         f"{prefix}auxiliary_bytes": storage and storage.peak_auxiliary_bytes,
     }
 

@@ -172,6 +172,7 @@ def _generate(
         "prefill_seconds": meter.first_token - start,
         "decode_tokens_per_second": (len(tokens) - 1) / (end - meter.first_token) if len(tokens) > 1 else None,
         "kv_bytes": meter.storage.peak_bytes,
+        "mean_kv_bytes": meter.storage.mean_bytes,
         "auxiliary_bytes": meter.storage.peak_auxiliary_bytes,
         "mean_slots": meter.storage.mean_slots,
         "peak_slots": meter.storage.peak_slots,

@@ -11,7 +11,7 @@ from kvstitch.presses import ReadEvent, RetrievalRun
 
 _INDEX_ITEM_BYTES = 4
 # Heads that matter are often those in which a method is worst.
-_WORST_SHARE = 0.1
+WORST_SHARE = 0.1
 METRICS = (
     "read_slots",
     "read_keys",
@@ -77,7 +77,7 @@ class ReadMeter:
         if all("mass" in layer for layer in means):
             heads = torch.cat([layer["mass"] for layer in means]).sort().values
             metrics["mass_recall"] = heads.mean().item()
-            metrics["mass_recall_worst"] = heads[: max(1, round(_WORST_SHARE * len(heads)))].mean().item()
+            metrics["mass_recall_worst"] = heads[: max(1, round(WORST_SHARE * len(heads)))].mean().item()
         return metrics
 
 
@@ -87,7 +87,8 @@ def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
     Returns:
         `events`, indices built or renewed; `observe_seconds`; `index_seconds` after the prompt, of which `exposed_seconds`
         were waiting for `background_seconds` of work (processor time); `index_bytes` and their `index_share` of the bytes of
-        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any.
+        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any, and
+        `graph_tokens`, the length of the sequence when they were made.
     """
     events = run.events
     layers = [layer for event in events for layer in event.layers]
@@ -103,6 +104,8 @@ def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
     for name, detail in (("modularity", "modularity"), ("resolution", "resolution"), ("communities", "num_leiden")):
         shown = [layer.details[detail].double() for layer in layers if detail in layer.details]
         metrics[name] = torch.cat(shown).nanmean().item() if shown else None
+    with_graph = [event.seen_tokens for event in events if any("modularity" in layer.details for layer in event.layers)]
+    metrics["graph_tokens"] = sum(with_graph) / len(with_graph) if with_graph else None
     return metrics
 
 

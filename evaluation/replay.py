@@ -16,13 +16,16 @@ from kvstitch.evaluation.compactions import event_metrics
 from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, storage_metrics
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens, token_nll
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.recall import RecallRun
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Stream
 from kvstitch.evaluation.tasks.base import Question, Sample, Task
-from kvstitch.presses import CompactionEvent, EvictionPress, EvictionRun
+from kvstitch.presses import CompactionEvent, EvictionPress
 
 # Logits of a chunk are held for both models: 512 x 150,000 words in float32 are 0.3 GB each.
 MAX_CHUNK_TOKENS = 512
+# Queries of each chunk that are asked for their attention mass: evenly spaced, a small part of what the chunk itself costs.
+MASS_QUERIES = 16
 
 
 def chunks(length: int, interval: int, most: int = MAX_CHUNK_TOKENS) -> Iterator[slice]:
@@ -43,11 +46,12 @@ def replay_sample(
     interval: int,
     speed_tokens: int,
     baselines: DenseBaselines | None = None,
+    mass_queries: int = MASS_QUERIES,
 ) -> SampleResult:
     """Prompt, trace and questions of one sample through the pressed and the dense model.
 
-    NLL, KL and agreement are means over the trace's tokens from the second interval on: before, nothing has been evicted
-    and both models are the same. (With `compress_prompt` they start at the first token.)
+    NLL, KL, agreement and mass recall are means over the trace's tokens from the second interval on: before, nothing has
+    been evicted and both models are the same. (With `compress_prompt` they start at the first token.)
 
     Args:
         loaded: model and tokenizer.
@@ -57,16 +61,22 @@ def replay_sample(
         speed_tokens: greedy decode steps that are timed at the end of the trace; 0 leaves it out.
         baselines: where the dense side is read, and kept if it is not there yet; None runs it every time. The metric
             `dense_reused` says which it was: its seconds and its speed are then those of the earlier run.
+        mass_queries: tokens of each chunk whose attention mass is looked at, evenly spaced; 0 leaves mass recall out. See
+            `kvstitch.evaluation.recall` for what it is. No seconds of the pressed model count it in.
 
     Raises:
         NonFiniteLogits: NaN in the logits of either model.
     """
     dense = baselines.read(sample) if baselines is not None else None
     with ExitStack() as stack:
-        run = stack.enter_context(press(loaded.model)) if press is not None else None
+        first = 0 if _compresses_prompt(press) else interval
+        run = None
+        if press is not None:
+            asked_from = len(sample.prompt_ids) + first
+            run = stack.enter_context(RecallRun(press, loaded.model, mass_queries, asked_from))
         pair = _LockStep(loaded, press, run, dense, keep=baselines is not None)
         metrics = pair.prefill(sample.prompt_ids)
-        metrics |= _quality(pair, sample.trace_ids, interval, first=0 if _compresses_prompt(press) else interval)
+        metrics |= _quality(pair, sample.trace_ids, interval, first)
         pair.end_trace()
         answers = [pair.ask(task, question) for question in sample.questions]
         metrics |= answer_metrics(answers) | pair.storage_metrics() | pair.event_metrics()
@@ -86,7 +96,7 @@ class _LockStep:
         self,
         loaded: LoadedModel,
         press: EvictionPress | None,
-        run: EvictionRun | None,
+        run: RecallRun | None,
         dense: DenseRecord | None,
         keep: bool,
     ):
@@ -107,15 +117,20 @@ class _LockStep:
             self._pressed.prefill(token_ids)
             self._run.end_prefill()
         self.dense.prefill(token_ids)
-        return {"prefill_seconds": self._pressed.seconds if self._pressed is not None else None}
+        return {"prefill_seconds": self._seconds() if self._pressed is not None else None}
 
     def feed(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Logits `[N, V]` of the dense and of the pressed model."""
         pressed = self._pressed.feed(token_ids) if self._pressed is not None else None
         return self.dense.feed(token_ids), pressed
 
+    def _seconds(self) -> float:
+        """What the pressed model took so far."""
+        return self._pressed.seconds - self._run.measuring_seconds
+
     def end_trace(self) -> None:
         if self._run is not None:
+            self._run.measuring = False
             self.events = list(self._run.events)
             self._trace_events = len(self.events)
 
@@ -141,8 +156,10 @@ class _LockStep:
     def event_metrics(self) -> dict[str, float | None]:
         if self._run is None:
             return {}
-        share = self._run.event_seconds / self._pressed.seconds
-        return event_metrics(self.events, len(self._run.stored_tokens)) | {"event_time_share": share}
+        share = self._run.event_seconds / self._seconds()
+        return (
+            event_metrics(self.events, len(self._run.stored_tokens)) | {"event_time_share": share} | self._run.recall()
+        )
 
     def speed(self, count: int) -> dict[str, float | None]:
         """Decoded tokens a second at the end of the trace; events that fall among them are not counted here."""

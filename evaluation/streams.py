@@ -20,6 +20,7 @@ class Storage:
 
     Args:
         slots_summed: stored slots, summed over the tokens that attended to them.
+        bytes_summed: bytes of storage behind keys and values, summed over the same tokens.
         tokens: how many tokens that were.
         peak_slots: most slots in any layer at any time, the prompt included.
         peak_bytes: most bytes of storage behind keys and values at any time, the prompt included.
@@ -27,6 +28,7 @@ class Storage:
     """
 
     slots_summed: float = 0.0
+    bytes_summed: float = 0.0
     tokens: int = 0
     peak_slots: int = 0
     peak_bytes: int = 0
@@ -38,6 +40,11 @@ class Storage:
         """Slots per kv head that a token attends to, averaged over layers and over the tokens after the prompt."""
         return self.slots_summed / self.tokens if self.tokens else None
 
+    @property
+    def mean_bytes(self) -> float | None:
+        """Bytes of storage while a token after the prompt attends, averaged over them; room for growth included."""
+        return self.bytes_summed / self.tokens if self.tokens else None
+
     def measure(self, cache: Cache, tokens: int) -> None:
         """Take in what the cache stores after a forward of `tokens` tokens; 0 for the prompt's."""
         lengths = stored_slots(cache)
@@ -46,6 +53,7 @@ class Storage:
         self.tokens += tokens
         self.peak_slots = max(self.peak_slots, *lengths)
         stored = stored_bytes(cache)
+        self.bytes_summed += tokens * stored - _arriving_bytes(cache, tokens)
         if stored != self._last_bytes:
             # Little changes beside keys and values while they stay where they are, and looking takes milliseconds.
             self._last_bytes = stored
@@ -144,6 +152,16 @@ def stored_slots(cache: Cache) -> list[int]:
 def stored_bytes(cache: Cache) -> int:
     """Bytes of the storage behind all keys and values, measured, room for growth included."""
     return sum(part.untyped_storage().nbytes() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def _arriving_bytes(cache: Cache, tokens: int) -> float:
+    """By how much stock caches, which grow token by token, were smaller while the tokens of a chunk came, summed over them.
+
+    Compressed layers have their room for the tokens to come from the first of them on.
+    """
+    grown = [layer for layer in cache.layers if not type(layer).__module__.startswith("kvstitch.")]
+    per_slot = sum(part.nbytes / part.shape[2] for layer in grown for part in (layer.keys, layer.values))
+    return per_slot * tokens * (tokens - 1) / 2
 
 
 def auxiliary_bytes(cache: Cache) -> int:

@@ -11,8 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from kvstitch.evaluation.records import RunError
-from kvstitch.evaluation.report import find_runs, sections_of, write_report
+from kvstitch.evaluation.report import find_runs, paper_tables, sections_of, write_report
+from kvstitch.evaluation.report.runs import grouped
 from kvstitch.evaluation.report.tables import print_sections
+
+# Into a file or a pipe nothing has to be folded.
+_FILE_WIDTH = 160
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,18 +25,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders that hold them")
     parser.add_argument("--output", type=Path, help="folder to write into; default: report/ in the first folder given")
     parser.add_argument("--title", default="kvstitch", help="of the page")
+    parser.add_argument("--no-papers", action="store_true", help="leave out what the papers state for the same methods")
     options = parser.parse_args(arguments)
     first = options.runs[0]
     parent = first.parent if (first / "config.yaml").exists() else first
     try:
         runs, problems = find_runs(options.runs)
-        for problem in problems:
-            print(f"left out: {problem.path}: {problem.reason}", file=sys.stderr)
         if not runs:
-            raise RunError("no finished run in " + ", ".join(map(str, options.runs)))
-        sections = sections_of(runs)
-        print_sections(sections, Console())
-        for path in write_report(options.output or parent / "report", sections, problems, options.title):
+            reasons = [f"{reason}: {', '.join(names)}" for reason, names in grouped(problems)]
+            raise RunError("\n".join(["no finished run in " + ", ".join(map(str, options.runs)), *reasons]))
+        sections, papers = sections_of(runs), () if options.no_papers else paper_tables()
+        console = Console()
+        print_sections(sections, console if console.is_terminal else Console(width=_FILE_WIDTH), problems, papers)
+        for path in write_report(options.output or parent / "report", sections, problems, options.title, papers):
             print(path)
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

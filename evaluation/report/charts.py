@@ -1,13 +1,15 @@
 """What a section's numbers look like: quality and cost against budget, and needles by depth and length."""
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from kvstitch.evaluation.report.line_chart import LineChart, Series
 from kvstitch.evaluation.report.runs import Run
 from kvstitch.evaluation.report.sections import Section
-from kvstitch.evaluation.report.svg import COLOURS, HeatMap, LineChart, Series
-from kvstitch.evaluation.report.tables import quality_measures
+from kvstitch.evaluation.report.sheets import quality_measures
+from kvstitch.evaluation.report.svg import COLOURS, HeatMap
 
 _DEPTH_BINS, _MOST_ROWS = 10, 12
 # Metric, title, what one unit of the axis is.
@@ -18,14 +20,13 @@ def budget_charts(section: Section) -> list[str]:
     """Every quality measure against the budget, with the dense line and standard errors; then memory and speed."""
     drawn = []
     for measure in quality_measures(section):
-        write = (lambda share: f"{100 * share:.3g} %") if measure.percent else "{:.3g}".format
-        drawn += _charts(section, measure.metric, measure.title, write)
+        drawn += _charts(section, measure.metric, measure.title, percent=measure.percent)
     for metric, title, unit in _COST:
-        drawn += _charts(section, metric, title, "{:.3g}".format, unit)
+        drawn += _charts(section, metric, title, unit)
     return drawn
 
 
-def _charts(section: Section, metric: str, title: str, write: Callable[[float], str], unit: float = 1) -> list[str]:
+def _charts(section: Section, metric: str, title: str, unit: float = 1, percent: bool = False) -> list[str]:
     """One chart, or several if there are more methods than can be told apart."""
     series = []
     for method in section.methods:
@@ -38,18 +39,21 @@ def _charts(section: Section, metric: str, title: str, write: Callable[[float], 
             series.append(Series(method, points))
     dense = section.dense(metric)
     most = len(COLOURS)
+    in_tokens = all(text.endswith(" tokens") for _, text in section.budgets)
     drawn = []
     for start in range(0, len(series), most):
         shown = series[start : start + most]
         used = {x for line in shown for x, _, _ in line.points}
         chart = LineChart(
             title,
-            "budget a kv head",
+            "budget, tokens a kv head" if in_tokens else "budget",
             title,
-            [tick for tick in section.budgets if tick[0] in used],
+            [(value, f"{value:g}" if in_tokens else text) for value, text in section.budgets if value in used],
             shown,
-            write,
+            percent,
             None if dense is None else ("dense", dense.mean / unit),
+            # Neither a divergence nor a size is below nothing, however wide its error bar.
+            (0, 1 if percent else math.inf),
         )
         drawn.append(chart.draw())
     return drawn
@@ -87,10 +91,10 @@ def _collect(run: Run, side: str, into: dict[tuple[float, int], list[float]]) ->
 
 
 def _needle_map(name: str, cells: dict[tuple[float, int], list[float]]) -> str:
-    """Rows are the depths as they are, or tenths of the text if they are many."""
+    """Rows are the depths as they are if they make a grid, else tenths of the text."""
     depths = sorted({depth for depth, _ in cells})
     rows = [f"{100 * depth:g} %" for depth in depths]
-    if len(depths) > _MOST_ROWS:
+    if len(depths) > _MOST_ROWS or not _make_a_grid(depths):
         depths = list(range(_DEPTH_BINS))
         rows = [f"{100 * row // _DEPTH_BINS}–{100 * (row + 1) // _DEPTH_BINS} %" for row in depths]
         binned: dict[tuple[float, int], list[float]] = defaultdict(list)
@@ -105,3 +109,10 @@ def _needle_map(name: str, cells: dict[tuple[float, int], list[float]]) -> str:
     return HeatMap(
         f"Needles found: {name}", "tokens of the text", "depth", list(map(str, lengths)), rows, values
     ).draw()
+
+
+def _make_a_grid(depths: Sequence[float]) -> bool:
+    """Whether depths were asked for and not drawn: whole percents, or evenly spaced."""
+    whole = all(abs(100 * depth - round(100 * depth)) < 1e-6 for depth in depths)
+    gaps = [right - left for left, right in zip(depths, depths[1:])]
+    return whole or len(gaps) > 1 and max(gaps) - min(gaps) < 1e-6

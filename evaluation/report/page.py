@@ -5,33 +5,42 @@ from html import escape
 
 from kvstitch.evaluation.report.charts import budget_charts, needle_maps
 from kvstitch.evaluation.report.pictures import sample_pictures
-from kvstitch.evaluation.report.runs import Problem
+from kvstitch.evaluation.report.published import PaperTable
+from kvstitch.evaluation.report.runs import Problem, grouped
 from kvstitch.evaluation.report.sections import Entry, Section
-from kvstitch.evaluation.report.tables import cell, cost_rows, grid, quality_measures
+from kvstitch.evaluation.report.sheets import Sheet, other_sheets, published_sheets, quality_sheets, warnings
+from kvstitch.evaluation.report.tables import LEFT_OUT
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #111; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.25em; border-bottom: 1px solid #bbb; margin-top: 2.2em; } h3 { font-size: 1.05em; }
-table { border-collapse: collapse; margin: .6em 0 1.2em; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: bold; padding-bottom: .3em; white-space: nowrap; }
-th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+h2, h3, p, li { overflow-wrap: anywhere; }
+table { border-collapse: collapse; margin: .2em 0 1.2em; font-variant-numeric: tabular-nums; }
+.caption { font-weight: bold; margin: 1.2em 0 0; break-after: avoid; } .caption small { font-weight: normal; }
+th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: bottom; }
+td { white-space: nowrap; } th.words, td.words { text-align: left; } td:first-child { white-space: normal; min-width: 8em; }
 .best { font-weight: bold; } .dense td { color: #444; font-style: italic; }
 .scroll { overflow-x: auto; } .pictures { display: flex; flex-wrap: wrap; gap: 1em; }
 figure { margin: 0; break-inside: avoid; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
 .warning { border-left: 4px solid #D55E00; padding-left: .8em; } ul.warning { padding-left: 2em; }
-@media print { body { max-width: none; margin: 0; font-size: 11pt; } h2 { break-before: page; } h2:first-of-type { break-before: auto; }
-  table { break-inside: avoid; } }
+@media print { body { max-width: none; margin: 0; font-size: 9pt; } h2 { break-before: page; } h2:first-of-type { break-before: auto; }
+  h2, h3 { break-after: avoid; } table { break-inside: avoid; font-size: 8pt; } th, td { padding: .2em .4em; }
+  .scroll { overflow-x: visible; } svg, .best { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
 
-def page(sections: Sequence[Section], problems: Sequence[Problem], title: str) -> str:
+def page(
+    sections: Sequence[Section], problems: Sequence[Problem], title: str, papers: Sequence[PaperTable] = ()
+) -> str:
     """The page, complete."""
     body = [f"<h1>{escape(title)}</h1>"]
-    body.append(_problems(problems))
+    if problems:
+        many = "1 run is" if len(problems) == 1 else f"{len(problems)} runs are"
+        body.append(f'<p class="warning">{many} not in this report; see its end.</p>')
     for section in sections:
-        body.append(_section(section))
+        body.append(_section(section, papers))
     body.append(_needles(sections))
+    body.append(_problems(problems))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     # Without an icon of its own the browser would ask a server for one.
     head += f'<link rel="icon" href="data:,"><style>{_STYLE}</style>'
@@ -46,21 +55,19 @@ def _problems(problems: Sequence[Problem]) -> str:
     if not problems:
         return ""
     lines = "".join(
-        f"<li><code>{escape(problem.path.name)}</code>: {escape(problem.reason)}</li>" for problem in problems
+        f"<li>{escape(reason)}: {', '.join(f'<code>{escape(name)}</code>' for name in names)}</li>"
+        for reason, names in grouped(problems)
     )
-    return f'<div class="warning"><p>Not in this report:</p><ul>{lines}</ul></div>'
+    return f"<h2>{LEFT_OUT}</h2><ul>{lines}</ul>"
 
 
-def _section(section: Section) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>", f"<p>{escape(_samples(section))}</p>"]
+def _section(section: Section, papers: Sequence[PaperTable]) -> str:
+    parts = [f"<h2>{escape(section.title)}</h2>", f"<p>{escape(section.samples)}</p>"]
+    parts += [f"<p>Options: {escape(section.options)}</p>"] if section.options else []
     parts += [_warnings(section)]
-    parts += [_grid_table(section, measure) for measure in quality_measures(section)]
+    parts += map(_table, quality_sheets(section))
     parts.append(_pictures(budget_charts(section), "Against the budget; bars are standard errors over the samples"))
-    titles, rows = cost_rows(section)
-    if titles:
-        parts.append(
-            _table("Memory and speed, as measured: means over the samples", ["method", "budget", *titles], rows)
-        )
+    parts += map(_table, (*other_sheets(section), *published_sheets(section, papers)))
     for entry in _shown(section):
         drawn = sample_pictures(entry.runs[0].path)
         if drawn:
@@ -68,54 +75,31 @@ def _section(section: Section) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _samples(section: Section) -> str:
-    counts = sorted({sum(len(run.records) for run in entry.runs) for entry in section.entries})
-    seeds = sorted({run.config["seed"] for entry in section.entries for run in entry.runs})
-    many = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{many} samples an entry; seed {', '.join(map(str, seeds))}."
-
-
 def _warnings(section: Section) -> str:
-    lines = []
-    for entry in section.entries:
-        for run in entry.runs:
-            if run.summary["budget_bound"] is False:
-                lines.append(f"{entry.method}, {entry.budget}: the budget never bound, so the press was not tested")
-            if run.summary["failed_samples"]:
-                names = ", ".join(run.summary["failed_samples"])
-                lines.append(f"{entry.method}, {entry.budget}: failed samples count in no figure ({names})")
-    items = "".join(f"<li>{escape(line)}</li>" for line in dict.fromkeys(lines))
+    items = "".join(f"<li>{escape(line)}</li>" for line in warnings(section))
     return f'<ul class="warning">{items}</ul>' if items else ""
 
 
-def _grid_table(section: Section, measure) -> str:
-    head = "".join(f"<th>{escape(words)}</th>" for words in ("method", *(text for _, text in section.budgets)))
+def _table(sheet: Sheet) -> str:
+    head = "".join(f"<th{_kind(sheet, place)}>{escape(words)}</th>" for place, words in enumerate(sheet.columns))
     rows = []
-    for method, values in grid(section, measure):
-        cells = [
-            f'<td class="best">{escape(cell(measure, value))} ★</td>'
-            if top
-            else f"<td>{escape(cell(measure, value))}</td>"
-            for value, top in values
-        ]
-        rows.append(f"<tr><td>{escape(method)}</td>{''.join(cells)}</tr>")
-    dense = section.dense(measure.metric)
-    if dense is not None:
-        same = f"<td>{escape(cell(measure, dense))}</td>" * len(section.budgets)
-        rows.append(f'<tr class="dense"><td>dense</td>{same}</tr>')
-    caption = f"{measure.title}: mean ± standard error, ★ the best at a budget"
-    return _framed(caption, head, rows)
+    for line, row in enumerate(sheet.rows):
+        cells = "".join(
+            f'<td class="best">{escape(words)} ★</td>'
+            if (line, place) in sheet.best
+            else f"<td{_kind(sheet, place)}>{escape(words)}</td>"
+            for place, words in enumerate(row)
+        )
+        rows.append(f'<tr class="dense">{cells}</tr>' if line in sheet.dense else f"<tr>{cells}</tr>")
+    note = f"{sheet.note}; ★ the best at a budget" if sheet.best else sheet.note
+    # Not a <caption>: that would be no wider than its table.
+    caption = f'<p class="caption">{escape(sheet.caption)} <small>{escape(note)}</small></p>'
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'{caption}<div class="scroll"><table aria-label="{escape(sheet.caption)}">{body}</table></div>'
 
 
-def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(words)}</th>" for words in titles)
-    lines = ["<tr>" + "".join(f"<td>{escape(words)}</td>" for words in row) + "</tr>" for row in rows]
-    return _framed(caption, head, lines)
-
-
-def _framed(caption: str, head: str, rows: Sequence[str]) -> str:
-    inner = f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="scroll"><table>{inner}</table></div>'
+def _kind(sheet: Sheet, place: int) -> str:
+    return ' class="words"' if place < sheet.text_columns else ""
 
 
 def _pictures(drawn: Sequence[str], caption: str) -> str:

@@ -13,6 +13,8 @@ _LEFT, _WIDTH = 120, 512
 # Tokens without a community, or not there yet.
 _NONE = (235, 235, 235)
 _ROW_TOKENS = 128
+# Two labels, one below the other.
+_LABEL_HEIGHT = 15
 
 
 def sample_pictures(folder: Path) -> list[str]:
@@ -84,7 +86,7 @@ def _mass_curve(arrays: Mapping[str, np.ndarray], layer: int, event: int) -> str
     running = np.concatenate(([0.0], masses.cumsum()))
     running /= running[-1]
     shares = quotas / np.diff(edges)
-    x = Axis(edges[0], edges[-1], 68, 544)
+    x = Axis(edges[0], edges[-1], 88, 554)
     x_ticks = [(tick, f"{tick:g}") for tick in nice_ticks(edges[0], edges[-1]) if tick <= edges[-1]]
     y = Axis(0, 1, 210, 34)
     y_ticks = [(tick, f"{100 * tick:g} %") for tick in (0.0, 0.25, 0.5, 0.75, 1.0)]
@@ -125,10 +127,11 @@ def _community_map(arrays: Mapping[str, np.ndarray], layer: int) -> str:
     rows = -(-len(labels) // _ROW_TOKENS)
     padded = np.full(rows * _ROW_TOKENS, -1)
     padded[: len(labels)] = labels
-    height = 8 * rows
+    high = max(8, min(16, 160 // rows))
+    height = high * rows
     parts = [raster(colours[padded].reshape(rows, _ROW_TOKENS, 3), _LEFT, 34, _WIDTH, height)]
-    for row in range(0, rows, max(1, rows // 8)):
-        parts.append(text(_LEFT - 8, 34 + 8 * row + 8, f"token {row * _ROW_TOKENS}", anchor="end", size=11))
+    for row in range(0, rows, max(-(-_LABEL_HEIGHT // high), rows // 8)):
+        parts.append(text(_LEFT - 8, 34 + high * (row + 0.5) + 4, f"token {row * _ROW_TOKENS}", anchor="end", size=11))
     top = 34 + height + 18
     for index, label in enumerate(largest):
         left, line = _LEFT + 130 * (index % 4), top + 20 * (index // 4)
@@ -138,8 +141,9 @@ def _community_map(arrays: Mapping[str, np.ndarray], layer: int) -> str:
     name = f"modularity_{layer}"
     found = f", modularity {float(arrays[name]):.3f}" if name in arrays else ""
     middle = f", median size {np.median(sizes[sizes > 0]):g}" if len(sizes) else ""
-    words = f"{(sizes > 0).sum()} communities{middle}{found}; pale: smaller ones, colours repeat; grey: none"
-    parts.append(text(_LEFT, top, words, size=11))
+    parts.append(text(_LEFT, top, f"{(sizes > 0).sum()} communities{middle}{found}", size=11))
+    top += 18
+    parts.append(text(_LEFT, top, "pale: smaller communities, whose colours repeat; lightest grey: none", size=11))
     return picture(f"Communities of tokens, layer {layer}, kv head 0", _LEFT + _WIDTH + 60, top + 14, parts)
 
 

@@ -49,6 +49,14 @@ class Problem:
     reason: str
 
 
+def grouped(problems: Iterable[Problem]) -> list[tuple[str, list[str]]]:
+    """Each reason once, with the names of the folders that it holds for."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        names[problem.reason].append(problem.path.name)
+    return list(names.items())
+
+
 def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     """Every finished run in or directly below the given folders, shards merged, in the order of their names.
 
@@ -116,7 +124,9 @@ def _joined(shards: Sequence[Run]) -> Run:
     rounds = zip_longest(*(shard.records for shard in shards))
     records = [record for one_each in rounds for record in one_each if record is not None]
     sessions = [session for shard in shards for session in shard.meta["sessions"]]
-    return Run(first.path, _whole(first.config), summary(records, first.labels), records, {"sessions": sessions})
+    # Every shard reads the whole file and names all that it skipped.
+    whole = summary(records, first.labels, first.summary.get("skipped_records", ()))
+    return Run(first.path, _whole(first.config), whole, records, {"sessions": sessions})
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from kvstitch.evaluation.records import config_hash
+from kvstitch.evaluation.report.names import flat, told_apart, what_differs
 from kvstitch.evaluation.report.runs import Run
 from kvstitch.evaluation.summary import summarise
 
@@ -73,12 +75,14 @@ class Section:
     """What was evaluated on the same samples of the same model.
 
     Args:
-        title: model, task, mode, and what else sets it apart.
+        title: task, model, mode, and the options that tell it from the others, as few as do.
         entries: ordered by method and budget, the dense model first.
+        options: all options in which it differs from other sections of the same task, model and mode; "" if one or none.
     """
 
     title: str
     entries: tuple[Entry, ...]
+    options: str = ""
 
     @property
     def pressed(self) -> tuple[Entry, ...]:
@@ -94,6 +98,15 @@ class Section:
         """Budgets in ascending order, as number and text."""
         return sorted({(entry.budget_value, entry.budget) for entry in self.pressed})
 
+    @property
+    def samples(self) -> str:
+        """How many samples and which seeds: `6 samples an entry; seeds 1, 2.`"""
+        counts = sorted({sum(len(run.records) for run in entry.runs) for entry in self.entries})
+        seeds = sorted({run.config["seed"] for entry in self.entries for run in entry.runs})
+        many = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        samples = "sample" if counts == [1] else "samples"
+        return f"{many} {samples} an entry; seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}."
+
     def dense(self, metric: str) -> Value | None:
         """A metric of the dense model on the same samples: its own run's, or that of the entry with most samples."""
         found = [value for entry in self.entries if (value := entry.value(f"dense_{metric}")) is not None]
@@ -105,8 +118,22 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
     places: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         places[config_hash(_place(run))].append(run)
-    extra = _differences([_flat(_place(group[0])) for group in places.values()])
-    return [_section(group, words) for group, words in zip(places.values(), extra)]
+    named: dict[str, list[list[Run]]] = defaultdict(list)
+    for group in places.values():
+        labels = group[0].labels
+        named[f"{labels['task']} · {_model_name(labels['model'])} · {labels['mode']}"].append(group)
+    sections = []
+    for title, groups in named.items():
+        leaves = [flat(_place(group[0])) for group in groups]
+        for group, short, long in zip(groups, told_apart(leaves), what_differs(leaves)):
+            more = "" if long == short else long
+            sections.append(Section(f"{title} · {short}" if short else title, _entries(group), more))
+    return sections
+
+
+def _model_name(name: str) -> str:
+    """Of a folder on this machine its last part; a hub id as it is."""
+    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 def _place(run: Run) -> dict[str, Any]:
@@ -114,23 +141,22 @@ def _place(run: Run) -> dict[str, Any]:
     return {"model": run.config["model"], "task": task, "mode": run.config["mode"]}
 
 
-def _section(runs: Sequence[Run], extra: str) -> Section:
-    labels = runs[0].labels
-    title = f"{labels['task']} · {labels['model']} · {labels['mode']}" + (f" · {extra}" if extra else "")
+def _entries(runs: Sequence[Run]) -> tuple[Entry, ...]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[config_hash({key: value for key, value in _flat(run.config).items() if key not in _SEEDS})].append(run)
+        groups[config_hash({key: value for key, value in flat(run.config).items() if key not in _SEEDS})].append(run)
     by_label: dict[str, list[tuple[Run, ...]]] = defaultdict(list)
     for group in groups.values():
         by_label[method_label(group[0].labels)].append(tuple(sorted(group, key=lambda run: run.config["seed"])))
     entries = []
     for label, members in by_label.items():
-        words = _differences([_method_leaves(group[0]) for group in members])
+        words = what_differs([_method_leaves(group[0]) for group in members])
         for group, more in zip(members, words):
             budget, number = _budget(group[0])
             entries.append(Entry(f"{label} ({more})" if more else label, budget, number, group))
-    entries.sort(key=lambda entry: (entry.budget_value is not None, entry.method, entry.budget_value or 0))
-    return Section(title, tuple(entries))
+    return tuple(
+        sorted(entries, key=lambda entry: (entry.budget_value is not None, entry.method, entry.budget_value or 0))
+    )
 
 
 def method_label(labels: Mapping[str, Any]) -> str:
@@ -144,29 +170,9 @@ def _method_leaves(run: Run) -> dict[str, Any]:
     """What may set two runs with the same label apart, budgets and seeds aside."""
     return {
         key: value
-        for key, value in _flat(run.config).items()
+        for key, value in flat(run.config).items()
         if key not in (*_SEEDS, "budget") and not key.startswith(_REPEATED)
     }
-
-
-def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each configuration the leaves in which they are not all the same, e.g. `allocator.segment_mass=0.05`."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    apart = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
-    apart = [key for key in apart if not key.endswith("_target_")] or apart
-    return [", ".join(f"{key}={config[key]}" for key in apart if key in config) for config in configs]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return dict(_leaves(config, prefix))
-
-
-def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _budget(run: Run) -> tuple[str, float | None]:

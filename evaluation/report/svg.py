@@ -1,10 +1,10 @@
-"""Scalable pictures as text: axes, lines that differ in colour, marker and dash, cells, and raster images inside them."""
+"""Scalable pictures as text: axes, marks, cells, and raster images inside them."""
 
 import base64
 import math
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -14,8 +14,8 @@ import numpy as np
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "plus")
-_WIDTH, _HEIGHT = 560, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 16, 34, 50
+WIDTH = 570
+LEFT, RIGHT, TOP = 88, 16, 34
 _HEAT_LEFT = 92
 
 
@@ -42,96 +42,6 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line of a chart.
-
-    Args:
-        label: for the legend.
-        points: x, y and the half length of the error bar or None, by x.
-    """
-
-    label: str
-    points: Sequence[tuple[float, float, float | None]]
-
-
-@dataclass(frozen=True)
-class LineChart:
-    """Lines over a common axis.
-
-    Args:
-        title: says what is drawn.
-        x_title, y_title: with units.
-        x_ticks: value and text of each.
-        series: at most as many as colours, markers and dashes tell apart.
-        write: how a number of the y axis is written.
-        reference: label and height of a level line, e.g. the dense model's.
-    """
-
-    title: str
-    x_title: str
-    y_title: str
-    x_ticks: Sequence[tuple[float, str]]
-    series: Sequence[Series]
-    write: Callable[[float], str] = "{:g}".format
-    reference: tuple[str, float] | None = None
-
-    def draw(self) -> str:
-        """The picture as an `<svg>` element."""
-        x, y, y_ticks = self._axes()
-        legend = len(self.series) + (self.reference is not None)
-        parts = [frame(x, y, self.x_ticks, y_ticks, self.x_title, self.y_title)]
-        if self.reference is not None:
-            height = y(self.reference[1])
-            parts.append(
-                f'<path d="M{_LEFT} {height}H{_WIDTH - _RIGHT}" stroke="#555" stroke-width="1.5" stroke-dasharray="5 4"/>'
-            )
-        parts += [self._line(index, series, x, y) for index, series in enumerate(self.series)]
-        parts += [self._legend_line(index, series.label) for index, series in enumerate(self.series)]
-        if self.reference is not None:
-            height = _HEIGHT + 18 * len(self.series) + 6
-            parts.append(f'<path d="M{_LEFT} {height}h34" stroke="#555" stroke-width="1.5" stroke-dasharray="5 4"/>')
-            parts.append(text(_LEFT + 42, height + 4, f"{self.reference[0]}: {self.write(self.reference[1])}"))
-        return picture(self.title, _WIDTH, _HEIGHT + 18 * legend + 10, parts)
-
-    def _axes(self) -> tuple[Axis, Axis, list[tuple[float, str]]]:
-        heights = [
-            y + sign * (error or 0) for series in self.series for _, y, error in series.points for sign in (-1, 1)
-        ]
-        heights += [] if self.reference is None else [self.reference[1]]
-        steps = nice_ticks(min(heights), max(heights))
-        y = Axis(steps[0], steps[-1], _HEIGHT - _BOTTOM, _TOP)
-        places = [value for value, _ in self.x_ticks]
-        low, high = min(places), max(places)
-        logarithmic = low > 0 and high / low >= 4
-        if low == high:
-            low, high = low * 0.5, low * 1.5
-        margin = 24
-        x = Axis(low, high, _LEFT + margin, _WIDTH - _RIGHT - margin, logarithmic)
-        return x, y, [(step, self.write(step)) for step in steps]
-
-    def _line(self, index: int, series: Series, x: Axis, y: Axis) -> str:
-        colour = COLOURS[index % len(COLOURS)]
-        path = "M" + "L".join(f"{x(px)} {y(py)}" for px, py, _ in series.points)
-        parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{_dash(index)}/>']
-        for px, py, error in series.points:
-            note = f"{series.label} at {px:g}: {self.write(py)}" + (f" ± {self.write(error)}" if error else "")
-            if error:
-                left, low, high = x(px), y(py - error), y(py + error)
-                parts.append(
-                    f'<path d="M{left} {low}V{high}M{left - 4} {low}h8M{left - 4} {high}h8" stroke="{colour}"/>'
-                )
-            parts.append(f"<g>{marker(index, x(px), y(py))}<title>{escape(note)}</title></g>")
-        return "".join(parts)
-
-    def _legend_line(self, index: int, label: str) -> str:
-        height = _HEIGHT + 18 * index + 6
-        line = (
-            f'<path d="M{_LEFT} {height}h34" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"{_dash(index)}/>'
-        )
-        return line + marker(index, _LEFT + 17, height) + text(_LEFT + 42, height + 4, label)
-
-
-@dataclass(frozen=True)
 class HeatMap:
     """Cells with their numbers in them, so that nobody needs the colours.
 
@@ -153,22 +63,22 @@ class HeatMap:
     def draw(self) -> str:
         """The picture as an `<svg>` element."""
         wide, high = self.cell
-        right, bottom = _HEAT_LEFT + wide * len(self.columns), _TOP + high * len(self.rows)
+        right, bottom = _HEAT_LEFT + wide * len(self.columns), TOP + high * len(self.rows)
         parts = []
         for row, numbers in enumerate(self.values):
-            parts.append(text(_HEAT_LEFT - 6, _TOP + high * row + high / 2 + 4, self.rows[row], anchor="end"))
+            parts.append(text(_HEAT_LEFT - 6, TOP + high * row + high / 2 + 4, self.rows[row], anchor="end"))
             for column, number in enumerate(numbers):
-                left, top = _HEAT_LEFT + wide * column, _TOP + high * row
+                left, top = _HEAT_LEFT + wide * column, TOP + high * row
                 fill = "#fff" if number is None else shade(number)
                 ink = "#fff" if number is not None and number > 0.55 else "#000"
-                parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="{fill}" stroke="#fff"/>')
+                parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="{fill}" stroke="#bbb"/>')
                 words = "–" if number is None else f"{100 * number:.0f} %"
                 parts.append(text(left + wide / 2, top + high / 2 + 4, words, anchor="middle", fill=ink))
         for column, words in enumerate(self.columns):
             parts.append(text(_HEAT_LEFT + wide * (column + 0.5), bottom + 16, words, anchor="middle"))
         parts.append(text((_HEAT_LEFT + right) / 2, bottom + 36, self.x_title, anchor="middle"))
-        parts.append(upright(14, (_TOP + bottom) / 2, self.y_title))
-        width = max(right + _RIGHT, 9 * len(self.title))
+        parts.append(upright(14, (TOP + bottom) / 2, self.y_title))
+        width = max(right + RIGHT, 9 * len(self.title))
         return picture(self.title, width, bottom + 46, parts)
 
 
@@ -188,7 +98,7 @@ def frame(
     y_title: str,
 ) -> str:
     """Axes with ticks, light lines across, and titles."""
-    left, right = min(x.start, _LEFT), max(x.stop, _WIDTH - _RIGHT)
+    left, right = min(x.start, LEFT), max(x.stop, WIDTH - RIGHT)
     parts = []
     for value, words in y_ticks:
         parts.append(f'<path d="M{left} {y(value)}H{right}" stroke="#ddd"/>')
@@ -227,20 +137,21 @@ def marker(index: int, x: float, y: float) -> str:
     fill = colour if index % (2 * len(MARKERS)) < len(MARKERS) else "#fff"
     style = f'fill="{fill}" stroke="{colour}" stroke-width="1.5"'
     if shape == "circle":
-        return f'<circle cx="{x}" cy="{y}" r="4.5" {style}/>'
+        return f'<circle cx="{x:g}" cy="{y:g}" r="4.5" {style}/>'
     if shape == "square":
-        return f'<rect x="{x - 4}" y="{y - 4}" width="8" height="8" {style}/>'
+        return f'<rect x="{x - 4:g}" y="{y - 4:g}" width="8" height="8" {style}/>'
     if shape == "triangle":
-        return f'<path d="M{x} {y - 5}l5 9h-10z" {style}/>'
+        return f'<path d="M{x:g} {y - 5:g}l5 9h-10z" {style}/>'
     if shape == "diamond":
-        return f'<path d="M{x} {y - 6}l5 6l-5 6l-5 -6z" {style}/>'
+        return f'<path d="M{x:g} {y - 6:g}l5 6l-5 6l-5 -6z" {style}/>'
     strokes = "l8 8m0 -8l-8 8" if shape == "cross" else "m4 -1v10m-5 -5h10"
-    return f'<path d="M{x - 4} {y - 4}{strokes}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+    return f'<path d="M{x - 4:g} {y - 4:g}{strokes}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
 
 
-def _dash(index: int) -> str:
-    dash = DASHES[index % len(DASHES)]
-    return f' stroke-dasharray="{dash}"' if dash else ""
+def dash(index: int) -> str:
+    """The attribute that makes the line of a series dashed; "" for a whole line."""
+    pattern = DASHES[index % len(DASHES)]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:

@@ -5,15 +5,27 @@ from pathlib import Path
 
 from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report.page import page
+from kvstitch.evaluation.report.published import PaperTable
 from kvstitch.evaluation.report.runs import Problem
 from kvstitch.evaluation.report.sections import Section
 from kvstitch.evaluation.report.tables import markdown, summary_csv
 
 
 def write_report(
-    folder: Path, sections: Sequence[Section], problems: Sequence[Problem] = (), title: str = "kvstitch"
+    folder: Path,
+    sections: Sequence[Section],
+    problems: Sequence[Problem] = (),
+    title: str = "kvstitch",
+    papers: Sequence[PaperTable] = (),
 ) -> list[Path]:
     """Write `summary.csv`, `report.md` and `report.html`; earlier ones are replaced.
+
+    Args:
+        folder: made if need be.
+        sections: what is in the report.
+        problems: runs that are not, listed at the end.
+        title: of the page.
+        papers: published tables, shown where they have one of a section's methods and budgets.
 
     Raises:
         RunError: the disk is full or read-only.
@@ -21,8 +33,8 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
         "summary.csv": summary_csv(sections),
-        "report.md": markdown(sections),
-        "report.html": page(sections, problems, title),
+        "report.md": markdown(sections, problems, papers),
+        "report.html": page(sections, problems, title, papers),
     }
     for name, content in contents.items():
         write_text(folder / name, content)

@@ -77,6 +77,12 @@ def test_reads_and_recall(loaded):
     assert 0 < metrics["mass_recall_worst"] <= metrics["mass_recall"] < 1
     assert metrics["read_bytes"] < metrics["dense_read_bytes"] * 2
     assert metrics["events"] == 1 and metrics["index_share"] > 0 and metrics["modularity"] is not None
+    assert metrics["graph_tokens"] == 80
+    # 80 tokens of the prompt and on average half of the 40 that follow; nothing is evicted.
+    for side in ("", "dense_"):
+        assert metrics[side + "mean_slots"] == 80 + 41 / 2 and metrics[side + "peak_slots"] == 120
+    assert metrics["kv_bytes"] >= metrics["mean_kv_bytes"] >= 2 * 3 * 2 * 16 * 4 * 100
+    assert metrics["auxiliary_bytes"] > 0
     oracle = metrics_of(loaded, OracleRetrieval())
     assert oracle["mass_recall"] > metrics["mass_recall"]
     assert oracle["modularity"] is None

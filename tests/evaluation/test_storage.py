@@ -25,6 +25,29 @@ def test_a_peak_is_forgotten_and_seen_again():
     assert peak_memory()["peak_process_bytes"] < during
 
 
+def test_mean_bytes_are_those_of_one_token_after_the_other(tiny, make_press):
+    tokens = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    slot = 2 * 3 * 2 * 16 * 4
+    for size in (1, 20):
+        dense = Stream(tiny.model)
+        dense.prefill(tokens[:20])
+        for start in range(20, 60, size):
+            dense.feed(tokens[start : start + size])
+        assert dense.storage.mean_bytes == pytest.approx(slot * (20 + 41 / 2))
+    # A press has room for an interval from its first token on, so chunks of an interval tell the same.
+    means = []
+    for size in (1, 20):
+        with make_press(budget=10, interval=20)(tiny.model) as run:
+            pressed = Stream(tiny.model)
+            pressed.prefill(tokens[:20])
+            run.end_prefill()
+            for start in range(20, 60, size):
+                pressed.feed(tokens[start : start + size])
+            means.append(pressed.storage.mean_bytes)
+            assert run.num_events == 1
+    assert means[0] == pytest.approx(means[1]) and means[0] < pressed.storage.peak_bytes
+
+
 def test_auxiliary_bytes_are_those_beside_keys_and_values(tiny, make_press):
     dense = Stream(tiny.model)
     dense.prefill([5] * 30)

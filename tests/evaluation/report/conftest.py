@@ -16,12 +16,13 @@ def make_run(tmp_path):
 
     def make(
         press="ams", scorer="tova", allocator="segment_quota", budget=256, seed=42, length=2048, samples=4, task="needle",
-        shard=0, num_shards=1, leaves=None, failed=(), bound=True, arrays=True,
+        shard=0, num_shards=1, leaves=None, failed=(), bound=True, arrays=True, config=None, skipped=(),
     ):  # fmt: skip
         parts = {"_target_": f"press.{press}", "scorer": {"_target_": scorer}, "budget": budget}
+        more = {key.removeprefix("task."): value for key, value in (config or {}).items()}
         config = {
             "budget": budget, "interval": 512, "mode": "replay", "seed": seed, "model": {"_target_": "m"},
-            "task": {"_target_": "t", "length": length, "seed": seed, "shard": shard, "num_shards": num_shards},
+            "task": {"_target_": task, "length": length, "seed": seed, "shard": shard, "num_shards": num_shards} | more,
             "press": parts, "allocator": {"_target_": allocator} | (leaves or {}), "scorer": {"_target_": scorer},
         }  # fmt: skip
         labels = {"press": press, "task": task, "model": "tiny", "mode": "replay", "interval": 512, "seed": seed}
@@ -43,7 +44,7 @@ def make_run(tmp_path):
         # JSON is YAML, and keeps the fixture without an emitter.
         write_text(folder / "config.yaml", json.dumps(config))
         write_text(folder / "predictions.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-        write_text(folder / "metrics.json", json.dumps(summary(records, labels)))
+        write_text(folder / "metrics.json", json.dumps(summary(records, labels, skipped)))
         if arrays and press == "ams":
             save_cache(folder / "kept_positions.npz", budget)
         if arrays and press == "community":
@@ -83,7 +84,8 @@ def record(index, press, scorer, budget, seed, failed, bound):
         metrics |= {
             "accuracy": mean("pressed"), "kl": rng.uniform(0.1, 0.4) * 64 / size, "events": 3 if bound else 0,
             "kv_bytes": 1e6 * size, "mean_slots": size + 256, "dense_mean_slots": 1600,
-            "decode_tokens_per_second": 30 + rng.random(), "event_time_share": 0.03,
+            "decode_tokens_per_second": 30 + rng.random(), "event_time_share": 0.03, "peak_slots": size + 512,
+            "mean_kv_bytes": 9e5 * size, "auxiliary_bytes": 3e7, "peak_process_bytes": 2e9, "prefill_seconds": 1.5,
         }  # fmt: skip
     return known | {"metrics": metrics}
 

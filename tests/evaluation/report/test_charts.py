@@ -54,3 +54,10 @@ def test_many_depths_become_tenths(tmp_path, count):
     ((_, svg),) = needle_maps(sections_of([run_of(tmp_path, facts)]))
     ticks = [text for text in shown(svg) if "–" in text]
     assert len(ticks) == (0 if count == 12 else 10)
+
+
+@pytest.mark.parametrize("depths", [(0.1231, 0.2387), (0.1, 0.1231, 0.7)])
+def test_depths_that_were_drawn_become_tenths_however_few(tmp_path, depths):
+    ((_, svg),) = needle_maps(sections_of([run_of(tmp_path, [(depth, 512, 1.0) for depth in depths])]))
+    assert shown(svg)[1] == "0–10 %" and "12.31 %" not in shown(svg)
+    assert shown(svg).count("100 %") == len({int(10 * depth) for depth in depths})

@@ -1,5 +1,7 @@
 """The page stands alone, holds every picture, and a real browser draws it without a complaint."""
 
+import html as html_module
+import json
 import re
 import shutil
 import struct
@@ -10,8 +12,10 @@ import zlib
 import numpy as np
 import pytest
 
-from kvstitch.evaluation.report import find_runs, sections_of, write_report
-from kvstitch.evaluation.report.svg import COLOURS, Axis, LineChart, Series, nice_ticks, png
+from kvstitch.evaluation.report import find_runs, paper_tables, sections_of, write_report
+from kvstitch.evaluation.report.line_chart import LineChart, Series
+from kvstitch.evaluation.report.pictures import community_maps
+from kvstitch.evaluation.report.svg import COLOURS, Axis, nice_ticks, png
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -20,10 +24,11 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def written(full_set, make_run, tmp_path):
     make_run(budget=32, bound=False, seed=1, arrays=False)
     make_run(budget=16, failed=("s1",), seed=1, arrays=False)
-    broken = make_run(budget=8)
-    (broken / "metrics.json").unlink()
+    for budget in (8, 9):
+        (make_run(budget=budget) / "metrics.json").unlink()
+    make_run(budget=256, press="topk", allocator="global_topk", seed=1)
     runs, problems = find_runs([full_set])
-    write_report(tmp_path / "out", sections_of(runs), problems, title="A <title> & more")
+    write_report(tmp_path / "out", sections_of(runs), problems, title="A <title> & more", papers=paper_tables())
     return tmp_path / "out" / "report.html"
 
 
@@ -65,7 +70,13 @@ def test_the_page_needs_nothing_else_and_says_what_is_missing(written):
     assert "url(" not in text and "@import" not in text
     assert "A &lt;title&gt; &amp; more" in text
     assert "the budget never bound" in text and "failed samples count in no figure (s1)" in text
-    assert "not finished; give its command again" in text and text.count("★") >= 6
+    assert text.count("★") >= 6
+    # What is left out is told after all that is there, each reason once.
+    assert "2 runs are not in this report" in text
+    assert text.count("not finished; give its command again") == 1
+    assert text.index("not finished; give its command again") > text.rindex("<svg")
+    assert text.count("<code>needle-ams-tova-") == 2
+    assert "Published: AMS (arXiv 2605.23200), tables 1 and 5" in text and "<td>22.8</td>" in text
 
 
 def test_a_page_of_the_dense_model_alone(make_run, tmp_path):
@@ -89,6 +100,67 @@ def test_a_browser_draws_it_without_errors(written, tmp_path):
     for colour in COLOURS[:2]:
         wanted = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
         assert (pixels[..., :3] == wanted).all(axis=-1).sum() > 100, colour
+
+
+# Run in the page: texts of one picture that lie on each other or stand out of it, and whether the page is too wide.
+FIND_FAULTS = """<script>
+const faults = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const name = svg.getAttribute('aria-label'), frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+  texts.forEach(([words, box], index) => {
+    if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1) faults.push([name, words]);
+    for (const [other, its] of texts.slice(index + 1)) {
+      const wide = Math.min(box.right, its.right) - Math.max(box.left, its.left);
+      const high = Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top);
+      if (wide > 1 && high > 4) faults.push([name, words, other]);
+    }
+  });
+}
+if (document.documentElement.scrollWidth > document.documentElement.clientWidth) faults.push(['the page is too wide']);
+const found = document.createElement('pre');
+found.id = 'faults';
+found.textContent = JSON.stringify(faults);
+document.body.append(found);
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
+def test_no_text_of_a_picture_lies_on_another_or_is_cut_off(written, tmp_path):
+    # Ticks with many digits want much room beside the axis.
+    narrow = [Series("m", [(64.0, 0.50541, None), (128.0, 0.50589, 0.0001)])]
+    long_ticks = LineChart("long ticks", "x", "y", [(64.0, "64"), (128.0, "128")], narrow, percent=True).draw()
+    page = written.read_text().replace("</body>", f"<figure>{long_ticks}</figure></body>")
+    assert "50.54 %" in page and faults_of(page, tmp_path) == []
+    # As wide as A4 between its margins, in the style of print: nothing is cut off at the right edge either.
+    assert "@media print" in page
+    assert faults_of(page.replace("@media print", "@media screen"), tmp_path, width=718) == []
+    # The search itself finds what it is for.
+    bad = '<svg viewBox="0 0 90 40" width="90" height="40" aria-label="bad"><text x="5" y="20">first</text>'
+    bad += '<text x="9" y="22">second</text><text x="80" y="35">third</text></svg></body>'
+    assert faults_of(f"<!doctype html><body>{bad}", tmp_path) == [["bad", "first", "second"], ["bad", "third"]]
+
+
+def faults_of(html, folder, width=1200):
+    page = folder / "with_search.html"
+    page.write_text(html.replace("</body>", FIND_FAULTS + "</body>"))
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},3000", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    found = re.search(r'<pre id="faults">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr
+    return json.loads(html_module.unescape(found[1]))
+
+
+@pytest.mark.parametrize("tokens", [100, 300, 1100, 9000])
+def test_rows_of_community_maps_are_labelled_without_a_collision(tokens):
+    labels = np.repeat(np.arange(-(-tokens // 25)), 25)[None, :tokens].astype(np.int32)
+    (svg,) = community_maps({"labels_0": labels})
+    places = [float(y) for y in re.findall(r'<text x="112" y="([\d.]+)" text-anchor="end"[^>]*>token ', svg)]
+    assert places and all(below - above >= 14 for above, below in zip(places, places[1:]))
+    assert len(places) <= 17
 
 
 def read_png(data):
@@ -155,3 +227,33 @@ def test_error_bars_have_the_length_of_the_error():
     by_value = {float(value): float(place) - 4 for place, value in heights.items()}
     pixel_per_unit = (by_value[0.2] - by_value[0.6]) / 0.4
     assert low - high == pytest.approx(0.2 * pixel_per_unit, abs=0.05)
+
+
+def test_an_axis_ends_at_its_limits_and_error_bars_with_it():
+    points = [(1.0, 0.95, 0.2), (2.0, 0.03, 0.2)]
+    chart = LineChart("t", "x", "y", [(1.0, "1"), (2.0, "2")], [Series("m", points)], limits=(0, 1)).draw()
+    heights = {
+        float(words): float(y) - 4 for y, words in re.findall(r'y="([\d.]+)" text-anchor="end"[^>]*>([\d.-]+)<', chart)
+    }
+    assert min(heights) == 0 and max(heights) == 1
+    ends = [tuple(map(float, pair)) for pair in re.findall(r'd="M[\d.]+ ([\d.]+)V([\d.]+)M', chart)]
+    assert ends[0][1] == pytest.approx(heights[1]) and ends[1][0] == pytest.approx(heights[0])
+
+
+def test_lines_of_equal_height_stand_beside_each_other():
+    same = [(64.0, 1.0, None), (128.0, 1.0, None)]
+    chart = LineChart("t", "x", "y", [(64.0, "64"), (128.0, "128")], [Series(name, same) for name in "abc"]).draw()
+    starts = [float(x) for x in re.findall(r'<path d="M([\d.]+) [\d.]+L', chart)]
+    assert len(starts) == 3 and [right - left for left, right in zip(starts, starts[1:])] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "low, high, percent", [(10.94, 11.0, False), (0.0001, 0.0009, False), (0.991, 0.995, True), (3, 9, False)]
+)
+def test_no_two_ticks_read_alike(low, high, percent):
+    points = [(1.0, low, None), (2.0, high, None)]
+    chart = LineChart("t", "x", "y", [(1.0, "1"), (2.0, "2")], [Series("m", points)], percent).draw()
+    ticks = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+    assert len(ticks) >= 3 and len(set(ticks)) == len(ticks)
+    numbers = [float(tick.removesuffix(" %")) / (100 if percent else 1) for tick in ticks]
+    assert min(numbers) <= low + 1e-9 and max(numbers) >= high - 1e-9

@@ -26,9 +26,12 @@ def test_finished_runs_are_found_and_others_named(make_run):
 
 
 def test_shards_become_the_undivided_run(make_run):
-    whole = make_run(samples=7, failed=("s3",))
+    whole = make_run(samples=7, failed=("s3",), skipped=("line 3: no prompt",))
     undivided = find_runs([whole])[0][0]
-    shards = [make_run(samples=7, failed=("s3",), shard=index, num_shards=3) for index in range(3)]
+    shards = [
+        make_run(samples=7, failed=("s3",), skipped=("line 3: no prompt",), shard=index, num_shards=3)
+        for index in range(3)
+    ]
     (merged,), problems = find_runs(shards)
     assert not problems
     assert [record["id"] for record in merged.records] == [f"s{index}" for index in range(7)]
@@ -51,10 +54,23 @@ def test_a_section_is_a_task_a_model_and_a_mode(make_run):
     folder = make_run(length=4096).parent
     sections = sections_of(find_runs([folder])[0])
     assert sorted(section.title for section in sections) == [
-        "needle · tiny · replay · task.length=2048",
-        "needle · tiny · replay · task.length=4096",
+        "needle · tiny · replay · length=2048",
+        "needle · tiny · replay · length=4096",
     ]
     assert sorted(len(section.entries) for section in sections) == [1, 2]
+
+
+def test_a_title_names_no_more_options_than_it_must(make_run):
+    """Sections of other tasks have other options; those of one task differ here in two, of which one is enough."""
+    make_run(task="text", length=100, config={"task.chat": True})
+    make_run(task="text", length=200, config={"task.chat": False})
+    folder = make_run(task="needle", config={"task.keys": 3, "task.path": "x/y.txt"}).parent
+    sections = {section.title: section.options for section in sections_of(find_runs([folder])[0])}
+    assert sections == {
+        "needle · tiny · replay": "",
+        "text · tiny · replay · length=100": "length=100, chat=True",
+        "text · tiny · replay · length=200": "length=200, chat=False",
+    }
 
 
 def test_methods_with_the_same_name_are_told_apart_by_what_differs(make_run):
@@ -62,8 +78,8 @@ def test_methods_with_the_same_name_are_told_apart_by_what_differs(make_run):
     folder = make_run(leaves={"segment_mass": 0.05, "min_keep": 1}).parent
     (section,) = sections_of(find_runs([folder])[0])
     assert sorted(section.methods) == [
-        "ams tova segment_quota (allocator.segment_mass=0.05)",
-        "ams tova segment_quota (allocator.segment_mass=0.1)",
+        "ams tova segment_quota (segment_mass=0.05)",
+        "ams tova segment_quota (segment_mass=0.1)",
     ]
 
 

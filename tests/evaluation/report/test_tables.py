@@ -6,8 +6,10 @@ import io
 import pytest
 from rich.console import Console
 
-from kvstitch.evaluation.report import find_runs, sections_of
-from kvstitch.evaluation.report.tables import QUALITY, cost_rows, grid, markdown, print_sections, summary_csv
+from kvstitch.evaluation.report import Problem, find_runs, sections_of
+from kvstitch.evaluation.report.measures import MEMORY, QUALITY, SPEED
+from kvstitch.evaluation.report.sheets import grid_sheet, list_sheet
+from kvstitch.evaluation.report.tables import markdown, print_sections, summary_csv
 
 
 @pytest.fixture
@@ -18,16 +20,23 @@ def sections(full_set):
 KL = next(measure for measure in QUALITY if measure.metric == "kl")
 
 
-def test_the_best_of_each_budget_is_marked(sections):
+def test_the_best_of_each_budget_is_marked_and_n_stands_at_the_end(sections):
     section = sections[0]
     assert [text for _, text in section.budgets] == ["64 tokens", "128 tokens", "256 tokens"]
-    rows = dict(grid(section, KL))
-    for column, (budget, _) in enumerate(section.budgets):
-        means = {method: values[column][0].mean for method, values in rows.items()}
-        marked = [method for method, values in rows.items() if values[column][1]]
+    sheet = grid_sheet(section, KL)
+    assert sheet.columns == ("method", "64 tokens", "128 tokens", "256 tokens", "n")
+    for column, (budget, _) in enumerate(section.budgets, start=1):
+        means = {entry.method: entry.value("kl").mean for entry in section.pressed if entry.budget_value == budget}
+        marked = [sheet.rows[line][0] for line, place in sheet.best if place == column]
         assert marked == [min(means, key=means.get)], budget
+    # Two seeds of four samples each, and one.
+    assert {row[0]: row[-1] for row in sheet.rows} == {
+        "ams tova segment_quota": "8",
+        "community": "4",
+        "topk keydiff global_topk": "4",
+    }
     # Where nobody competes nobody is the best.
-    assert not any(top for _, values in grid(sections[1], KL) for _, top in values)
+    assert not grid_sheet(sections[1], KL).best
 
 
 def test_csv_has_every_metric_of_every_entry(sections):
@@ -56,11 +65,53 @@ def test_markdown_and_terminal_show_the_same_cells(sections):
     shown = output.getvalue()
     for value in (entry.value("kl") for entry in sections[0].pressed):
         assert f"{value.mean:.4f}" in text and f"{value.mean:.4f}" in shown
-    assert table and "dense" in shown and "needle · tiny · replay · task.length=2048" in shown
+    assert table and "dense" in shown and "needle · tiny · replay · length=2048" in shown
 
 
 def test_memory_and_speed_of_the_dense_model_stand_first(sections):
-    titles, rows = cost_rows(sections[0])
-    assert titles == ["slots, mean", "KV storage", "tokens/s", "events", "time in events"]
-    assert rows[0][:4] == ["dense", "", "1600", "286.1 MiB"] and rows[0][-1] == "–"
-    assert rows[1][:4] == ["ams tova segment_quota", "64 tokens", "320", "61.0 MiB"] and len(rows) == 10
+    memory, speed = (list_sheet(sections[0], "cost", "", columns) for columns in (MEMORY, SPEED))
+    slots, storage = ("slots, mean", "slots, peak"), ("KV storage, mean", "KV storage, peak")
+    assert memory.columns == ("method", "budget", *slots, *storage, "held beside it, peak", "process, peak", "n")
+    assert memory.rows[0] == ("dense", "", "1600", "–", "–", "286.1 MiB", "–", "–", "8") and memory.dense == {0}
+    assert memory.rows[1][:4] == ("ams tova segment_quota", "64 tokens", "320", "576")
+    assert memory.rows[1][4:] == ("54.9 MiB", "61.0 MiB", "28.6 MiB", "1.86 GiB", "8") and len(memory.rows) == 10
+    assert speed.columns == ("method", "budget", "prefill, s", "decoded tokens/s", "events", "time in events", "n")
+    assert speed.rows[0][:3] == ("dense", "", "–") and speed.rows[1][4:] == ("3.0", "3.0 %", "8")
+
+
+def test_markdown_says_how_many_samples_and_ends_with_what_is_left_out(sections, tmp_path):
+    problems = [Problem(tmp_path / name, "failed: disk full") for name in ("a", "b")]
+    text = markdown(sections, problems)
+    assert "4 to 8 samples an entry; seeds 1, 2." in text and "| n |" in text
+    assert text.rstrip().endswith("## Not in this report\n\n- failed: disk full: `a`, `b`")
+    output = io.StringIO()
+    print_sections(sections, Console(file=output, width=200), problems)
+    shown = output.getvalue()
+    assert shown.rstrip().endswith("failed: disk full: a, b") and "Not in this report" in shown
+    assert "Not in this report" not in markdown(sections)
+
+
+def test_cells_that_hold_markup_are_shown_as_they_are(make_run):
+    (section,) = sections_of(find_runs([make_run(task="a[b]c")])[0])
+    output = io.StringIO()
+    print_sections([section], Console(file=output, width=200))
+    assert "a[b]c" in output.getvalue()
+
+
+def test_what_a_reader_must_not_miss_is_said_everywhere(make_run):
+    make_run(budget=32, bound=False)
+    folder = make_run(budget=16, failed=("s1",)).parent
+    sections = sections_of(find_runs([folder])[0])
+    output = io.StringIO()
+    print_sections(sections, Console(file=output, width=200))
+    for text in (markdown(sections), output.getvalue()):
+        assert "ams tova segment_quota, 32 tokens: the budget never bound, so the press was not tested" in text
+        assert "ams tova segment_quota, 16 tokens: failed samples count in no figure (s1)" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_cuts_no_name_short(sections, width):
+    output = io.StringIO()
+    print_sections(sections, Console(file=output, width=width))
+    assert "…" not in output.getvalue()
+    assert max(map(len, output.getvalue().splitlines())) <= width

@@ -1,0 +1,174 @@
+"""The tables of a section, before anybody decides how a table looks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, Column, Measure
+from kvstitch.evaluation.report.published import PaperTable, published_rows
+from kvstitch.evaluation.report.sections import Entry, Section, Value
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table.
+
+    Args:
+        caption: what it shows.
+        note: what a reader must know of it; "" for nothing.
+        columns: titles.
+        text_columns: how many of them, from the left, hold words.
+        rows: cells as they are written.
+        best: rows and columns of the cells that are the best of their column.
+        dense: rows of the dense model.
+    """
+
+    caption: str
+    note: str
+    columns: tuple[str, ...]
+    text_columns: int
+    rows: tuple[tuple[str, ...], ...]
+    best: frozenset[tuple[int, int]] = field(default=frozenset())
+    dense: frozenset[int] = field(default=frozenset())
+
+
+def sheets(section: Section, papers: Sequence[PaperTable] = ()) -> list[Sheet]:
+    """Method × budget for each measure; what caches and answers were like; memory and speed; what the papers state."""
+    return [*quality_sheets(section), *other_sheets(section), *published_sheets(section, papers)]
+
+
+def quality_sheets(section: Section) -> list[Sheet]:
+    """Method × budget for each measure that any pressed run has."""
+    return [grid_sheet(section, measure) for measure in quality_measures(section)]
+
+
+def published_sheets(section: Section, papers: Sequence[PaperTable]) -> list[Sheet]:
+    """What the papers state for the section's methods."""
+    return [sheet for paper in papers if (sheet := _published(section, paper)) is not None]
+
+
+def other_sheets(section: Section) -> list[Sheet]:
+    """What caches and answers were like, then memory and speed; a row an entry."""
+    in_replay = any(entry.runs[0].labels["mode"] == "replay" for entry in section.entries)
+    together = "; process and GPU hold both models together" if in_replay else ""
+    # How long answers of a replay are tells nothing: they are a few tokens by design.
+    listed = [("Caches", "means over the samples", CACHE)]
+    listed += [] if in_replay else [("Answers as texts", "means over the samples", TEXT)]
+    listed += [("Memory, as measured", f"means over the samples{together}", MEMORY)]
+    listed += [("Speed, as measured", "means over the samples", SPEED)]
+    return [sheet for caption, note, columns in listed if (sheet := list_sheet(section, caption, note, columns))]
+
+
+def warnings(section: Section) -> list[str]:
+    """What a reader of the section's tables must not miss, each once."""
+    lines = []
+    for entry in section.entries:
+        name = ", ".join(filter(None, (entry.method, entry.budget)))
+        for run in entry.runs:
+            if run.summary["budget_bound"] is False:
+                lines.append(f"{name}: the budget never bound, so the press was not tested")
+            if run.summary["failed_samples"]:
+                names = ", ".join(run.summary["failed_samples"])
+                lines.append(f"{name}: failed samples count in no figure ({names})")
+            if skipped := run.summary.get("skipped_records"):
+                lines.append(f"{name}: {len(skipped)} malformed records were skipped, the first: {skipped[0]}")
+    return list(dict.fromkeys(lines))
+
+
+def quality_measures(section: Section) -> list[Measure]:
+    """Those that any pressed run of the section has."""
+    return [measure for measure in QUALITY if any(entry.value(measure.metric) for entry in section.pressed)]
+
+
+def grid_sheet(section: Section, measure: Measure) -> Sheet:
+    """Method × budget, the best mean of each budget marked where there is something to compare."""
+    found = {(entry.method, entry.budget_value): entry.value(measure.metric) for entry in section.pressed}
+    rows, best = [], set()
+    tops = {budget: _best(section, budget, measure) for budget, _ in section.budgets}
+    for line, method in enumerate(section.methods):
+        values = [found.get((method, budget)) for budget, _ in section.budgets]
+        rows.append((method, *(cell(measure, value) for value in values), _counts(values)))
+        for column, ((budget, _), value) in enumerate(zip(section.budgets, values), start=1):
+            if value is not None and value.mean == tops[budget]:
+                best.add((line, column))
+    dense = section.dense(measure.metric)
+    if dense is not None:
+        rows.append(("dense", *[cell(measure, dense)] * len(section.budgets), str(dense.n)))
+    return Sheet(
+        measure.title,
+        "mean ± standard error over the n samples",
+        ("method", *(text for _, text in section.budgets), "n"),
+        1,
+        tuple(rows),
+        frozenset(best),
+        frozenset() if dense is None else frozenset({len(rows) - 1}),
+    )
+
+
+def cell(measure: Measure, value: Value | None) -> str:
+    """`55.0 % ± 3.1 %`, the standard error behind the mean."""
+    if value is None:
+        return "–"
+    return measure.write(value.mean) + (f" ± {measure.write(value.error)}" if value.error else "")
+
+
+def list_sheet(section: Section, caption: str, note: str, columns: Sequence[Column]) -> Sheet | None:
+    """A row for the dense model and for each entry, with the columns that anybody has; None without any."""
+    shown = [
+        column
+        for column in columns
+        if any(entry.value(column.metric) for entry in section.entries) or _dense(section, column) is not None
+    ]
+    if not shown:
+        return None
+    rows = []
+    dense = [_dense(section, column) for column in shown]
+    if any(dense):
+        rows.append(("dense", "", *map(_written, shown, dense), _counts(dense)))
+    for entry in section.pressed:
+        values = [entry.value(column.metric) for column in shown]
+        if any(values):
+            rows.append((entry.method, entry.budget, *map(_written, shown, values), _counts(values)))
+    titles = ("method", "budget", *(column.title for column in shown), "n")
+    return Sheet(caption, note, titles, 2, tuple(rows), dense=frozenset({0} if any(dense) else ()))
+
+
+def _best(section: Section, budget: float, measure: Measure) -> float | None:
+    """The best mean at a budget, which several entries may share; None with nothing to compare, or if all are the same."""
+    values = [entry.value(measure.metric) for entry in section.pressed if entry.budget_value == budget]
+    means = [value.mean for value in values if value is not None]
+    return (max if measure.higher else min)(means) if len(set(means)) > 1 else None
+
+
+def _dense(section: Section, column: Column) -> Value | None:
+    if column.dense is None:
+        return None
+    name = column.dense.removeprefix("dense_")
+    # What replay measures of both sides together belongs to the dense model only where it ran alone.
+    alone: list[Entry] = [entry for entry in section.entries if entry.budget_value is None]
+    return section.dense(name) or (alone[0].value(name) if alone else None)
+
+
+def _written(column: Column, value: Value | None) -> str:
+    return "–" if value is None else column.write(value.mean)
+
+
+def _counts(values: Sequence[Value | None]) -> str:
+    """Samples behind a row: `6`, or `3–6` where they differ."""
+    counts = sorted({value.n for value in values if value is not None})
+    if not counts:
+        return "–"
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
+
+
+def _published(section: Section, paper: PaperTable) -> Sheet | None:
+    title, rows = published_rows(section, paper)
+    if not rows:
+        return None
+    return Sheet(
+        f"Published: {paper.name}",
+        f"{paper.metric}; {paper.model}, {paper.data}: another model and other data than here, so only the order of methods compares",
+        ("method here", "budget", "in the paper", "published", f"here: {title}"),
+        3,
+        tuple(rows),
+        dense=frozenset({0} if rows[0][0] == "dense" else ()),
+    )
