@@ -160,8 +160,8 @@ def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _segment_launchers(quick: bool) -> Iterator[tuple[str, object]]:
-    """Before an event of 256 + 512 slots, and of 4096 + 512."""
-    for slots, keep in ((768, 256),) if quick else ((768, 256), (4608, 4096)):
+    """Before an event of 256 + 512 slots, of 4096 + 512, and after a prompt of 128k."""
+    for slots, keep in ((768, 256),) if quick else ((768, 256), (4608, 4096), (131_072, 1024)):
         for name, rules in _SEGMENT_RULES.items():
             if not (quick and name != "recommended"):
                 yield f"{slots} slots, {name}", partial(_segments, slots, keep, rules)

@@ -8,8 +8,9 @@ from torch import Tensor
 from kvstitch.kernels.common.tiling import next_power_of_two
 
 
-# The lengths change as the sequence grows and must not compile the kernel anew.
-@triton.jit(do_not_specialize=["num_slots", "capacity"])
+# The lengths, and the strides of labels that have room for them, change as the sequence grows and must not compile the
+# kernel anew.
+@triton.jit(do_not_specialize=["num_slots", "capacity", "stride_lb", "stride_lh"])
 def _community_update_kernel(
     labels,
     centroids,

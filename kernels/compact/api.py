@@ -54,11 +54,12 @@ def compact(
     if out is not None:
         _check_out(tensors, slots, out)
         fills = [0 if fill is None else fill for fill in fills]
+    chosen = resolve_implementation(impl, tensors[0] if tensors else slots)
     if not tensors or not slots.numel():
         return
     if check or (check is None and out is None and not slots.is_cuda):
         _require_ascending(slots)
-    if resolve_implementation(impl, tensors[0]) == "reference":
+    if chosen == "reference":
         return compact_reference(tensors, slots, fills, out)
     from kvstitch.kernels.compact.triton import compact_triton
 

@@ -334,7 +334,7 @@ def segment_plan_triton(
         None if credit is None else credit.contiguous(),
         mass.contiguous(),
         None if valid is None else valid.contiguous(),
-        keep,
+        keep.contiguous(),
         *plan,
         new(slots + 1, dtype=torch.float64),
         new(slots, dtype=torch.int32),

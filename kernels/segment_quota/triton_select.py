@@ -59,7 +59,7 @@ def _is_kept(b_priority, b_segment, b_limit, b_left, b_start, start):
 def _segment_select_kernel(
     scores, slot_edges, quotas, num_first, first_recent, valid, slots, priority, segment,
     num_slots, num_segments, width,
-    HAS_VALID: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    HAS_VALID: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     i_bh = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, BLOCK_T)
@@ -133,8 +133,9 @@ def _segment_select_kernel(
         b_place = total + tl.cumsum(b_kept.to(tl.int32), 0)
         tl.store(p_slots + b_place - 1, o_t.to(tl.int64), mask=b_kept & (b_place <= width))
         total = tl.max(b_place, 0)
-    o_w = tl.arange(0, BLOCK_W)
-    tl.store(p_slots + o_w, tl.full((BLOCK_W,), -1, tl.int64), mask=(o_w >= total) & (o_w < width))
+    for start in range(0, width, BLOCK_T):
+        o_w = start + o_tile
+        tl.store(p_slots + o_w, tl.full((BLOCK_T,), -1, tl.int64), mask=(o_w >= total) & (o_w < width))
 
 
 def segment_select_triton(
@@ -170,7 +171,6 @@ def segment_select_triton(
         AFTER=must_keep == "after",
         BLOCK_T=block_t,
         BLOCK_R=max(2, next_power_of_two(segments)),
-        BLOCK_W=next_power_of_two(width),
-        num_warps=min(16, max(4, block_t // 256)),
+        num_warps=min(16, max(4, block_t // 128)),
     )
     return slots

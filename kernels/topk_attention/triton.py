@@ -126,7 +126,9 @@ def _topk_attention_fwd_kernel(
         b_scale = tl.exp2(b_max - b_shift)
         b_sum = b_sum * b_scale + tl.sum(b_p, 1)
         if HAS_VALUE:
-            b_v = tl.load(p_v + start.to(tl.int64) * stride_vn, mask=m_n[:, None] & m_d[None, :], other=0.0)
+            # Weight 0 times whatever padding holds, perhaps NaN, must not reach the sum.
+            m_v = m_n & (o_n >= lowest)
+            b_v = tl.load(p_v + start.to(tl.int64) * stride_vn, mask=m_v[:, None] & m_d[None, :], other=0.0)
             b_output = b_output * b_scale[:, None]
             b_output = tl.dot(b_p.to(b_v.dtype), b_v, b_output, input_precision=PRECISION)
         b_max = b_new_max
@@ -327,7 +329,7 @@ def forward_tilings(head_dim: int, top_k: int, element_bytes: int) -> list[Tilin
     """Tilings without spills on sm_80 and sm_90, best guess first (`top_k` 0: no lists). No GPU has timed them."""
     if element_bytes == 4:
         # From a head dim of 80 on the queries fill the registers, up to 128 because TF32 splits them in two.
-        if 64 < head_dim <= 128 and top_k > 16:
+        if 64 < head_dim <= 128 and top_k > 8:
             return [Tiling(16, 32, 4, 2)]
         return [Tiling(32, 32 if head_dim <= 64 else 16, 8, 2 if head_dim <= 128 else 1)]
     if head_dim > 128:

@@ -117,3 +117,23 @@ def test_in_place_is_right_for_every_ascending_list(impl, request):
     else:
         compact([moved], slots)
     assert torch.equal(moved, expected)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_garbage_in_the_padding_reaches_no_output(way, run_triton):
+    """Keys and values of padding hold NaN; the first tile of the row holds padding and tokens."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
+    first = torch.tensor([33, 5])
+    expected = topk_attention(query, key, value, 0.2, 3, first_key=first, **way)
+    for row in range(2):
+        key[row, :, : first[row]] = value[row, :, : first[row]] = float("nan")
+    found = run_triton(topk_attention, query, key, value, 0.2, 3, first_key=first, **way).result
+    for row in range(2):
+        torch.testing.assert_close(found.output[row, :, first[row] :], expected.output[row, :, first[row] :])
+        assert torch.equal(found.indices[row, :, first[row] :], expected.indices[row, :, first[row] :])
+
+
+def test_an_impossible_choice_is_refused_also_where_nothing_is_to_be_done():
+    with pytest.raises(ValueError, match="impl must be one of"):
+        compact([], torch.zeros(1, 1, 2, dtype=torch.int64), impl="cuda")
