@@ -35,6 +35,7 @@ class IndexEvent:
         busy_seconds: processor time of background work that the event collected.
         exposed_seconds: wall time of the event that was waiting for that work.
         layers: one entry for each layer.
+        attend_seconds: wall time of attention over the prompt that gave edges on the side; not in `observe_seconds`.
     """
 
     index: int
@@ -45,6 +46,7 @@ class IndexEvent:
     busy_seconds: float
     exposed_seconds: float
     layers: tuple[LayerIndexed, ...] = field(default=())
+    attend_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:

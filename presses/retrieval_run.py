@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from kvstitch.allocators.retrieval import DecodeStep, LayerFrame, ReadPlan, Reads
 from kvstitch.allocators.retrieval.background import Background
@@ -32,8 +33,9 @@ class RetrievalRun(Run):
         self.num_events = 0
         self.num_sparse_steps = 0
         self._background = Background(_cores() if press.workers is None else press.workers)
-        self._observe_seconds = self._observe_total = 0.0
+        self._observe_seconds = self._observe_total = self._attend_seconds = 0.0
         self._said_dense = False
+        self._is_causal = True
         self._indexed = [index for index in self._facts.attention if index >= press.dense_layers]
         if not self._indexed:
             raise ValueError(
@@ -48,7 +50,10 @@ class RetrievalRun(Run):
 
     @property
     def event_seconds(self) -> float:
-        """Wall time of everything that was done for the indices, beside and after the prompt's forward."""
+        """Wall time of everything that was done for the indices alone, beside and after the prompt's forward.
+
+        Attention that gives edges on the side is not counted: nobody can tell what of it is for them.
+        """
         return self._observe_total + sum(event.seconds for event in self.events)
 
     @property
@@ -83,15 +88,29 @@ class RetrievalRun(Run):
         start = time.perf_counter()
         state = self._state(index, layer)
         out = None
-        if _may_attend_while_observing(query, layer):
+        if self._may_attend_while_observing(query, layer):
             out = state.index.attend(query, layer.keys, layer.values, layer.positions)
         if out is None:
             state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
         state.length, state.stale = layer.length, True
         seconds = time.perf_counter() - start
+        if out is not None:
+            self._attend_seconds += seconds
+            return out
         self._observe_seconds += seconds
         self._observe_total += seconds
-        return out
+        return None
+
+    def _may_attend_while_observing(self, query: Tensor, layer: StitchLayer) -> bool:
+        """Whether edges and output may be found at once: where attention is plainly causal, and, on a CPU, where it is
+        not a function of the user's own."""
+        plain = self._is_causal and not layer.has_empty and layer.values.shape[-1] == query.shape[-1]
+        return plain and (query.is_cuda or self._user_attention == "sdpa")
+
+    def _mask(self, *args, **kwargs):
+        if kwargs.get("local_size") is None:
+            self._is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+        return super()._mask(*args, **kwargs)
 
     def _state(self, index: int, layer: StitchLayer) -> IndexedLayer:
         if layer.index is None:
@@ -144,8 +163,9 @@ class RetrievalRun(Run):
             busy_seconds=self._background.busy_seconds - busy,
             exposed_seconds=self._background.exposed_seconds - exposed,
             layers=indexed,
+            attend_seconds=self._attend_seconds,
         )
-        self._observe_seconds = 0.0
+        self._observe_seconds = self._attend_seconds = 0.0
         self.num_events += 1
         if self.press.record_events:
             self.events.append(event)
@@ -203,12 +223,6 @@ class RetrievalRun(Run):
 def _cores() -> int:
     """Cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _may_attend_while_observing(query: Tensor, layer: StitchLayer) -> bool:
-    """On a GPU one kernel finds edges and output. On a CPU the user's own attention is faster than what shares its work
-    with the search for edges, and it is the only one that knows how to mask what stands between a row's tokens."""
-    return query.is_cuda and not layer.has_empty and layer.values.shape[-1] == query.shape[-1]
 
 
 def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | None) -> ReadEvent:

@@ -14,6 +14,7 @@ from kvstitch.allocators.retrieval.partition import PARTITIONS
 from kvstitch.allocators.retrieval.partitioning import Partitioning
 from kvstitch.allocators.retrieval.region_index import TRUNCATIONS, RegionOptions, check_shortlist
 from kvstitch.allocators.retrieval.scoring import COMBINATIONS, SELECTIONS
+from kvstitch.kernels.topk_attention.api import GROUP_MEANS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,10 @@ class CommunityRetrieval(RetrievingAllocator):
         direct_weight: lambda, share of direct attention in the graph; the rest is co-attention.
         aggregation: one graph per kv head ("query_group": edges by the mean weight of its query heads), per query head
             ("per_head", whose index holds a list of slots as storage has one order only), or per layer.
+        group_mean: how the heads of a group are averaged: "exact", or "merged", the top k of each head added up, which
+            takes a GPU one pass over the keys instead of two (see `topk_attention`).
+        edge_stride: tokens of the prompt whose number is no multiple of this leave no edges; 1: all do. Finding edges,
+            the graph and Leiden cost that much less, and tokens that nobody attends to may stay without edges.
         sinks_in_graph: whether sinks have edges; they are read at every step in any case.
         partition: what cuts the graph: "leiden", or for the ablation "connected_components", "top_k_neighbourhoods",
             "kmeans" (on keys), "chunks" or "random", the last four with as many regions as Leiden finds.
@@ -64,6 +69,8 @@ class CommunityRetrieval(RetrievingAllocator):
     top_k: int = 8  # paper
     direct_weight: float | int = 0.5  # paper
     aggregation: str = "query_group"  # paper
+    group_mean: str = "exact"
+    edge_stride: int = 1  # paper
     sinks_in_graph: bool = False  # paper
     partition: str = "leiden"  # paper
     resolution: float | int | str = "auto"
@@ -89,19 +96,25 @@ class CommunityRetrieval(RetrievingAllocator):
             self,
             {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0},
         )
+        check_counts(self, {"edge_stride": 1})
         check_counts(
             self, {"seed": 0, "growth_tokens": 1, "levels": 1} | ({} if self.refresh is None else {"refresh": 1})
         )
         check_fractions(self, ("direct_weight",))
         check_switches(self, ("sinks_in_graph",))
         choices = {"aggregation": AGGREGATIONS, "partition": PARTITIONS, "combine": COMBINATIONS, "select": SELECTIONS}
-        check_choices(self, choices | {"metric": METRICS})
+        check_choices(self, choices | {"metric": METRICS, "group_mean": GROUP_MEANS})
         check_choices(self, {"truncation": TRUNCATIONS, "growth": GROWTHS})
         check_shortlist(self)
         if self.resolution != "auto":
             _check_positive("resolution", self.resolution, ", or 'auto'")
         _check_positive("target_tokens", self.target_tokens)
         self._check_growth()
+        if self.group_mean != "exact" and self.aggregation == "per_head":
+            raise ValueError(
+                f"group_mean={self.group_mean!r} averages the heads of a group, and aggregation='per_head' averages none: "
+                "choose aggregation='query_group' or 'per_layer', or group_mean='exact'"
+            )
         if self.levels > 1 and self.growth != "chunk":
             raise ValueError(
                 f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}"
@@ -154,7 +167,7 @@ class CommunityRetrieval(RetrievingAllocator):
             frame,
             self.read_options,
             self.growth_rule(),
-            EdgeStore(self.top_k, first_node, self.aggregation),
+            EdgeStore(self.top_k, first_node, self.aggregation, self.group_mean, self.edge_stride),
             Partitioning(**{field.name: getattr(self, field.name) for field in fields(Partitioning)}),
             first_node,
             self.refine_steps,

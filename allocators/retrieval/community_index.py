@@ -79,6 +79,9 @@ class CommunityIndex(RegionIndex):
         self._observe(query, keys, positions, has_empty, None)
 
     def attend(self, query, keys, values, positions):
+        if self._edges.stride > 1 and not query.is_cuda:
+            # A part of the queries is searched in less time than sharing the work would save.
+            return None
         return self._observe(query, keys, positions, False, values)
 
     def _observe(self, query, keys, positions, has_empty, values):

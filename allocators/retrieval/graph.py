@@ -23,10 +23,13 @@ class EdgeStore:
         num_sinks: first tokens of each row that get no edges.
         aggregation: one graph per kv head ("query_group": edges by the mean weight over its query heads), per query
             head, or per layer (weights summed over kv heads, each of which lists its own top k).
+        group_mean: how that mean is taken; as in `topk_attention`.
+        stride: only tokens of the prompt whose number is a multiple leave edges, with so many times the weight.
     """
 
-    def __init__(self, top_k: int, num_sinks: int, aggregation: str):
-        self.top_k, self.aggregation, self._num_sinks = top_k, aggregation, num_sinks
+    def __init__(self, top_k: int, num_sinks: int, aggregation: str, group_mean: str = "exact", stride: int = 1):
+        self.top_k, self.aggregation, self.stride = top_k, aggregation, stride
+        self._num_sinks, self._group_mean = num_sinks, group_mean
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -58,13 +61,15 @@ class EdgeStore:
         """Adds the edges of the queries of the last N slots; with `values`, returns the output of their attention."""
         aggregation = "per_head" if self.aggregation == "per_head" else "query_group"
         first = (positions[:, 0] < 0).long().cumprod(dim=-1).sum(dim=-1) if has_empty else None
-        options = (scaling, self.top_k, self._num_sinks, aggregation, "exact", first, softcap, sink_logits)
+        options = (scaling, self.top_k, self._num_sinks, aggregation, self._group_mean, first, softcap, sink_logits)
         if values is None:
-            output, edges = None, topk_edges(query, keys, *options)
+            output, edges = None, topk_edges(query, keys, *options, query_stride=self.stride)
         else:
-            output, *lists = topk_attention(query, keys, values, *options)
+            output, *lists = topk_attention(query, keys, values, *options, query_stride=self.stride)
             edges = TopKEdges(*lists)
-        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), edges.weights)
+        # Each stands for the queries that were left out, so that degrees are those of all.
+        weights = edges.weights if self.stride == 1 else edges.weights * self.stride
+        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), weights)
         return output
 
     def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -44,6 +45,7 @@ def topk_attention(
     first_key: Int[Tensor, "B"] | None = None,
     softcap: float | None = None,
     sink_logits: Float[Tensor, "Q"] | None = None,
+    query_stride: int = 1,
     impl: str = "auto",
 ) -> TopKAttention:
     """Causal attention, and for each query its top-k weights outside the sinks. Memory is linear in N and T.
@@ -69,15 +71,17 @@ def topk_attention(
         first_key: first real key of each row under left padding. Queries before it get zeros and no edges.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         sink_logits: learned logit of each query head that takes mass and has no value (GPT-OSS).
+        query_stride: tokens of a row whose number, from 1 and without padding, is no multiple of this get no edges.
+            Spares the reference their selection; the Triton kernels do it and drop it.
         impl: "auto" (Triton on CUDA tensors), "triton", "reference".
 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
         TypeError: "triton" for float64.
     """
-    _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap)
+    _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap, query_stride)
     options = (scaling, top_k, num_sinks, aggregation, group_mean, first_key, softcap, sink_logits, None)
-    return TopKAttention(*_implementation(impl, query, top_k)(query, key, value, *options))
+    return TopKAttention(*_run(impl, query, key, value, options, query_stride))
 
 
 def topk_edges(
@@ -92,6 +96,7 @@ def topk_edges(
     softcap: float | None = None,
     sink_logits: Float[Tensor, "Q"] | None = None,
     logsumexp: Float[Tensor, "B Q N"] | None = None,
+    query_stride: int = 1,
     impl: str = "auto",
 ) -> TopKEdges:
     """The edges of `topk_attention` alone, for a prefill whose attention already ran elsewhere.
@@ -99,21 +104,24 @@ def topk_edges(
     Args: as `topk_attention`, and
         logsumexp: natural log-sum-exp of each query's logits (sink logit included), if the attention that ran returned
             it; saves the pass that would find it. Entries of padded queries are not read.
+        query_stride: as there, and the reference does not look at the other queries at all.
 
     Raises: as `topk_attention`.
     """
-    _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap)
+    _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap, query_stride)
     options = (scaling, top_k, num_sinks, aggregation, group_mean, first_key, softcap, sink_logits, logsumexp)
-    return TopKEdges(*_implementation(impl, query, top_k)(query, key, None, *options)[1:])
+    return TopKEdges(*_run(impl, query, key, None, options, query_stride)[1:])
 
 
-def _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap):
+def _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap, query_stride):
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of kv heads, got {query.shape[1]} and {key.shape[1]}")
     if query.shape[2] > key.shape[2]:
         raise ValueError(f"query i is key T - N + i, so N must not exceed T; got N={query.shape[2]}, T={key.shape[2]}")
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if query_stride < 1:
+        raise ValueError(f"query_stride must be at least 1 (edges for every query), got {query_stride}")
     if num_sinks < 0:
         raise ValueError(f"num_sinks must be at least 0, got {num_sinks}")
     if softcap is not None and softcap <= 0:
@@ -124,12 +132,21 @@ def _check(query, key, top_k, num_sinks, aggregation, group_mean, softcap):
         raise ValueError(f"group_mean must be one of {', '.join(map(repr, GROUP_MEANS))}, got {group_mean!r}")
 
 
-def _implementation(impl: str, query: Tensor, top_k: int):
+def _run(
+    impl: str, query: Tensor, key: Tensor, value: Tensor | None, options: tuple, query_stride: int
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    top_k, first_key = options[1], options[5]
     if resolve_implementation(impl, query) == "reference":
-        return topk_attention_reference
+        return topk_attention_reference(query, key, value, *options, query_stride)
     require_triton_dtype("query", query)
     if top_k > 32:
         raise ValueError(f"the Triton kernel keeps at most 32 edges per query, got top_k={top_k}")
     from kvstitch.kernels.topk_attention.triton import topk_attention_triton
 
-    return topk_attention_triton
+    output, weights, indices = topk_attention_triton(query, key, value, *options)
+    if query_stride > 1:
+        first = 0 if first_key is None else first_key.view(-1, 1, 1, 1)
+        number = torch.arange(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1, device=query.device)
+        left_out = (number[:, None] - first) % query_stride != 0
+        weights, indices = weights.masked_fill(left_out, 0), indices.masked_fill(left_out, -1)
+    return output, weights, indices

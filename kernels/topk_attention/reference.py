@@ -6,7 +6,7 @@ from torch import Tensor
 from kvstitch.kernels.common.ordering import TILE, largest, largest_columns
 
 # Logits of one block of queries: large enough for an efficient matmul, small enough to stay in the last-level cache.
-_BLOCK_BYTES = 8 * 2**20
+_BLOCK_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
@@ -23,11 +23,13 @@ def topk_attention_reference(
     softcap: float | None,
     sink_logits: Tensor | None,
     logsumexp: Tensor | None,
+    query_stride: int = 1,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Arguments and results of `api.topk_attention`; without `value` no output is computed.
 
     Queries go in blocks whose rows of weights exist only for a moment, so memory is linear in the number of keys. Since
-    whole rows are there, the exact group mean needs no second pass.
+    whole rows are there, the exact group mean needs no second pass. Queries that `query_stride` leaves out are not looked
+    at where there is no `value`, and spared the selection where there is one.
     """
     batch, query_heads, num_queries = query.shape[:3]
     heads, num_keys = key.shape[1:3]
@@ -43,42 +45,53 @@ def topk_attention_reference(
     for row, first in enumerate(first_of_row):
         # Left padding: the row is a shorter one that starts at its first real key and its first real query.
         padded_queries = max(0, first - (num_keys - num_queries))
-        real = slice(padded_queries, num_queries)
         if padded_queries >= num_queries:
             continue
+        offset = num_keys - first - (num_queries - padded_queries)
+        skipped, step, spared = (-offset - 1) % query_stride, query_stride, 1
+        if value is not None:
+            skipped, step, spared = 0, 1, query_stride
+        offset += skipped
+        rows = slice(padded_queries + skipped, num_queries, step)
         row_state = _Row(
-            query=query[row, :, real],
+            query=query[row, :, rows],
             key=_padded(key[row, :, first:], computed).mul_(scaling),
             value=None if value is None else _padded(value[row, :, first:], computed),
-            num_keys=num_keys - first,
+            offset=offset,
+            step=step,
             softcap=softcap,
             sink_logits=None if sink_logits is None else sink_logits.to(computed),
-            logsumexp=None if logsumexp is None else logsumexp[row, :, real].to(computed),
+            logsumexp=None if logsumexp is None else logsumexp[row, :, rows].to(computed),
         )
         for block, attention in row_state.blocks():
             if output is not None:
-                output[row, :, real][:, block] = row_state.output_of(attention)
+                output[row, :, rows][:, block] = row_state.output_of(attention)
+            listed = slice((-offset - block.start - 1) % spared, None, spared)
+            attention = attention[:, listed]
+            if attention.shape[1] == 0:
+                continue
             if exact:
                 attention = row_state.group_sum(attention)
             attention[..., :num_sinks] = 0
             top = _block_edges(attention, top_k)
             if merged:
                 top = merge_heads(*top, heads)
-            weights[row, :, real][:, block] = top[0] / group if exact else top[0]
-            indices[row, :, real][:, block] = torch.where(top[1] < 0, -1, top[1] + first).int()
+            weights[row, :, rows][:, block][:, listed] = top[0] / group if exact else top[0]
+            indices[row, :, rows][:, block][:, listed] = torch.where(top[1] < 0, -1, top[1] + first).int()
     return output, weights, indices
 
 
 class _Row:
     """One batch row without its padding; yields blocks of attention weights `[Q, M, C]`.
 
-    `key` and `value` are padded to whole tiles and in the dtype of the computation, `key` times the scaling.
+    `key` and `value` are padded to whole tiles and in the dtype of the computation, `key` times the scaling. Query i is
+    the token of key `offset + i * step`.
     """
 
-    def __init__(self, query, key, value, num_keys, softcap, sink_logits, logsumexp):
+    def __init__(self, query, key, value, offset, step, softcap, sink_logits, logsumexp):
         self.query, self.key, self.value = query, key, value
         self.softcap, self.sink_logits, self.logsumexp = softcap, sink_logits, logsumexp
-        self.offset = num_keys - query.shape[1]
+        self.offset, self.step = offset, step
         widest = key.shape[1] * query.shape[0]
         self.block = min(128, max(16, _BLOCK_BYTES // (widest * key.element_size()) // 8 * 8))
         # One buffer for all blocks: each is wider than the one before, so the allocator would take fresh pages for it,
@@ -93,15 +106,16 @@ class _Row:
         heads = self.key.shape[0]
         for start in range(0, num_queries, self.block):
             stop = min(start + self.block, num_queries)
-            columns = _round_up(self.offset + stop, TILE)
+            first = self.offset + start * self.step
+            columns = _round_up(self.offset + (stop - 1) * self.step + 1, TILE)
             rows = self.query[:, start:stop].to(self.key.dtype).reshape(heads, -1, dim)
             logits = self.buffer[: query_heads * (stop - start) * columns].view(heads, -1, columns)
             logits = torch.bmm(rows, self.key[:, :columns].transpose(1, 2), out=logits).view(query_heads, -1, columns)
             if self.softcap is not None:
                 logits.div_(self.softcap).tanh_().mul_(self.softcap)
-            seen = torch.arange(self.offset + start, self.offset + stop, device=logits.device)
-            late = torch.arange(self.offset + start, columns, device=logits.device)
-            logits[..., self.offset + start :].masked_fill_(late > seen[:, None], -torch.inf)
+            keys = torch.arange(first, columns, device=logits.device)
+            seen = keys[:: self.step][: stop - start]
+            logits[..., first:].masked_fill_(keys > seen[:, None], -torch.inf)
             yield slice(start, stop), self._softmax(logits, start, stop)
 
     def group_sum(self, attention: Tensor) -> Tensor:
@@ -135,7 +149,7 @@ class _Row:
 def _block_edges(attention: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Top-k of one block, `[H or Q, M, k]`."""
     graph_heads, count, _ = attention.shape
-    weights, indices = largest_columns(attention.flatten(0, 1), top_k)
+    weights, indices = largest_columns(attention.flatten(0, 1).contiguous(), top_k)
     return weights.view(graph_heads, count, top_k), indices.view(graph_heads, count, top_k)
 
 

@@ -101,6 +101,34 @@ def test_reference_finds_the_edges_of_the_whole_matrix(name):
     check_edges(topk_edges(query, key, SCALING, **case), group_mean(expected, key.shape[1]))
 
 
+@pytest.mark.parametrize("stride", [2, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_a_stride_leaves_the_edges_of_some_queries(name, stride, monkeypatch):
+    """Those of the whole matrix where the token's number is a multiple, none elsewhere; the output is that of all."""
+    monkeypatch.setattr("kvstitch.kernels.topk_attention.reference._BLOCK_BYTES", 0)
+    case = dict(CASES[name])
+    query, key, value = inputs(*case.pop("shape"))
+    model = {name: case[name] for name in ("first_key", "softcap", "sink_logits") if name in case}
+    weights = dense_weights(query, key, **model)
+    expected = eligible(weights, case.get("num_sinks", 0), case.get("first_key"))
+    first = case.get("first_key", torch.zeros(query.shape[0], dtype=torch.long)).view(-1, 1, 1, 1)
+    number = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None] - first + 1
+    expected = expected.masked_fill(number % stride != 0, 0)
+    joint = topk_attention(query, key, value, SCALING, query_stride=stride, **case)
+    torch.testing.assert_close(joint.output.double(), dense_output(weights, value), atol=2e-6, rtol=1e-5)
+    check_edges(joint, group_mean(expected, key.shape[1]))
+    check_edges(topk_edges(query, key, SCALING, query_stride=stride, **case), group_mean(expected, key.shape[1]))
+    for options in (dict(aggregation="per_head"), dict(group_mean="merged")):
+        joint = topk_attention(query, key, value, SCALING, query_stride=stride, **options, **case)
+        alone = topk_edges(query, key, SCALING, query_stride=stride, **options, **case)
+        every = topk_edges(query, key, SCALING, **options, **case)
+        for edges in (joint, alone):
+            torch.testing.assert_close(
+                edges.weights, every.weights.where(number % stride == 0, 0), atol=1e-6, rtol=1e-5
+            )
+            assert ((edges.indices < 0) == (edges.weights == 0)).all()
+
+
 def test_reference_merges_heads_as_loops_do():
     query, key, value = inputs(1, 6, 2, 25, 25, 16)
     per_head = topk_attention(query, key, value, SCALING, top_k=3, num_sinks=2, aggregation="per_head")
@@ -226,6 +254,15 @@ def test_triton_gives_equal_weights_to_the_lower_key(run_triton):
         assert result.indices[0, 0, 4].tolist() == [3, 4, -1, -1]
 
 
+def test_triton_drops_what_a_stride_leaves_out(run_triton):
+    case = dict(shape=(2, 4, 2, 20, 33, 16), top_k=3, num_sinks=2, first_key=torch.tensor([0, 15]), query_stride=3)
+    query, key, value = inputs(*case.pop("shape"))
+    result = run_triton(topk_attention, query, key, value, SCALING, **case).result
+    expected = topk_attention(query, key, value, SCALING, **case)
+    assert torch.equal(result.indices, expected.indices) and (expected.indices >= 0).any()
+    torch.testing.assert_close(result.weights, expected.weights, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_edges_alone_use_a_given_logsumexp(impl, request):
     query, key, value = inputs(1, 4, 2, 30, 45, 16)
@@ -250,6 +287,8 @@ def test_refusals():
         topk_edges(query, key[:, :, :4], SCALING, 2)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         topk_attention(query, key, value, SCALING, 0)
+    with pytest.raises(ValueError, match="query_stride must be at least 1 .*, got 0"):
+        topk_edges(query, key, SCALING, 2, query_stride=0)
     with pytest.raises(ValueError, match="'query_group', 'per_head', got 'layer'"):
         topk_attention(query, key, value, SCALING, 2, aggregation="layer")
     with pytest.raises(ValueError, match="'exact', 'merged', got 'sum'"):

@@ -12,8 +12,10 @@ from kvstitch.allocators.retrieval import (
     PageRetrieval,
     WindowRetrieval,
 )
+from kvstitch.allocators.retrieval.community_index import CommunityIndex
 from kvstitch.presses import EvictionPress, UnsupportedModel
 from kvstitch.presses.retrieval import RetrievalPress
+from kvstitch.presses.retrieval_run import RetrievalRun
 
 SMALL = dict(num_sinks=2, num_recent=4)
 COMMUNITY = CommunityRetrieval(top_k=3, growth_tokens=4)
@@ -318,32 +320,84 @@ def test_models_without_full_attention_are_refused():
         RetrievalPress(COMMUNITY, 40)(MistralForCausalLM(config).eval())
 
 
+@pytest.fixture
+def fused(monkeypatch):
+    """Whether each forward of several tokens gave edges and output at once."""
+    outputs = []
+    attend = CommunityIndex.attend
+
+    def watched(*args):
+        outputs.append(attend(*args))
+        return outputs[-1]
+
+    monkeypatch.setattr(CommunityIndex, "attend", watched)
+    return outputs
+
+
 @pytest.mark.parametrize("aggregation", ["query_group", "per_head"])
-def test_edges_may_come_out_of_the_attention_itself(model, left_padded, aggregation, monkeypatch):
-    """What a GPU does: one operator gives edges and output, in a prompt of one piece or two, unless slots are empty."""
+def test_edges_may_come_out_of_the_attention_itself(model, left_padded, aggregation, fused, monkeypatch):
+    """One operator gives edges and output, in a prompt of one piece or two, unless slots are empty."""
     ids, _, _ = left_padded([34, 34])
     press = RetrievalPress(CommunityRetrieval(top_k=3, growth_tokens=4, aggregation=aggregation), 14, **SMALL)
-    fused = []
-
-    def always(query, layer):
-        fused.append(not layer.has_empty)
-        return fused[-1]
-
+    if model.config._attn_implementation != "sdpa":
+        model.set_attn_implementation("sdpa")
     for pieces in ([30, 1, 1, 1], [12, 18, 1, 1]):
+        fused.clear()
         with press(model) as run:
-            apart, _ = step_through(model, ids, pieces)
+            together, _ = step_through(model, ids, pieces)
         sizes = run.events[0].layers[0].details["sizes"]
+        assert fused and all(output is not None for output in fused)
+        assert run.events[0].attend_seconds > 0 and run.events[0].observe_seconds == 0
         with monkeypatch.context() as patch:
-            patch.setattr("kvstitch.presses.retrieval_run._may_attend_while_observing", always)
+            patch.setattr(RetrievalRun, "_may_attend_while_observing", lambda *_: False)
             with press(model) as run:
-                together, _ = step_through(model, ids, pieces)
+                apart, _ = step_through(model, ids, pieces)
         assert (together - apart).abs().max() < 1e-4
+        assert run.events[0].observe_seconds > 0 and run.events[0].attend_seconds == 0
         assert torch.equal(run.events[0].layers[0].details["sizes"], sizes)
-    assert fused and all(fused)
     ids, mask, _ = left_padded([30, 21])
     dense = generate(model, ids, mask, tokens=4)
-    with monkeypatch.context() as patch:
-        patch.setattr("kvstitch.presses.retrieval_run._may_attend_while_observing", always)
-        with RetrievalPress(press.allocator, 64, **SMALL)(model), pytest.warns(UserWarning, match="fit the budget"):
-            assert torch.equal(generate(model, ids, mask, tokens=4), dense)
-    assert not all(fused)
+    fused.clear()
+    with RetrievalPress(press.allocator, 64, **SMALL)(model), pytest.warns(UserWarning, match="fit the budget"):
+        assert torch.equal(generate(model, ids, mask, tokens=4), dense)
+    assert not fused
+
+
+def test_a_stride_leaves_the_prompt_to_the_users_attention(llama, random_tokens, fused):
+    ids = random_tokens(2, 30)
+    with torch.no_grad():
+        dense = llama(ids).logits
+    press = RetrievalPress(CommunityRetrieval(top_k=3, edge_stride=2), 14, **SMALL)
+    with press(llama) as run:
+        logits, _ = step_through(llama, ids, [30])
+        assert torch.equal(logits, dense)
+        llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert run.bound and all(output is None for output in fused)
+
+
+def test_a_mask_of_the_models_own_is_left_to_the_users_attention(llama, random_tokens, fused, monkeypatch):
+    """The first tokens of the prompt see each other both ways; what finds edges knows causal attention only."""
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.create_causal_mask
+    both_ways = lambda batch, head, query, key: key < 9
+    masked = lambda **kwargs: plain(**kwargs, or_mask_function=both_ways)
+    ids = random_tokens(1, 30)
+    with torch.no_grad():
+        causal = llama(ids).logits
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", masked)
+        expected = llama(ids).logits
+    assert not torch.allclose(causal, expected, atol=1e-3)
+    with RetrievalPress(COMMUNITY, 14, **SMALL)(llama), torch.no_grad():
+        assert torch.equal(llama(ids, use_cache=True).logits, expected)
+    assert not fused
+
+
+def test_another_attention_function_reads_the_prompt(llama, random_tokens, fused):
+    ids = random_tokens(1, 30)
+    llama.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = llama(ids).logits
+    with RetrievalPress(COMMUNITY, 14, **SMALL)(llama), torch.no_grad():
+        assert torch.equal(llama(ids, use_cache=True).logits, expected)
+    assert not fused

@@ -260,6 +260,9 @@ def test_static_eviction_reads_the_same_at_every_step(make_layer, read_plan):
         (dict(growth="delta_q", resolution=1.0, refine_steps=2), "k-means on keys"),
         (dict(growth="delta_q", resolution=1.0, select="query_head"), "per_head"),
         (dict(refresh=0), "refresh must be at least 1"),
+        (dict(edge_stride=0), "edge_stride must be at least 1"),
+        (dict(group_mean="merge"), "did you mean 'merged'"),
+        (dict(group_mean="merged", aggregation="per_head"), "aggregation='query_group' or 'per_layer'"),
         (dict(levels=2, growth="nearest"), "growth='chunk'"),
     ],
 )

@@ -6,6 +6,7 @@ import torch
 
 from kvstitch.allocators.retrieval import DecodeStep
 from kvstitch.allocators.retrieval.graph import EdgeStore, NewEdges, attention_graph
+from kvstitch.kernels.topk_attention.api import topk_edges
 
 
 def dense_graph(attention, direct):
@@ -83,6 +84,41 @@ def test_edges_are_the_largest_weights(aggregation, pieces, pad):
                 for j in sorted(range(len(row)), key=lambda j: -row[j])[:3]:
                     expected[i, j] += row[j]
         assert np.abs(found - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("pieces", [[40], [17, 15, 8]])
+@pytest.mark.parametrize("pad", [0, 6])
+def test_a_stride_keeps_the_edges_of_some_tokens(pieces, pad):
+    """Those of tokens 3, 6, 9, …, with three times the weight, whatever the chunks and the padding; all are nodes."""
+    query, keys, positions = layer(pad=pad)
+    every, some = EdgeStore(3, 2, "query_group"), EdgeStore(3, 2, "query_group", stride=3)
+    for store, sizes in ((every, [40]), (some, pieces)):
+        start = 0
+        for size in sizes:
+            chunk, seen = query[:, :, start : start + size], slice(0, start + size)
+            store.observe(chunk, keys[:, :, seen], positions[:, :, seen], pad > 0, 0.3, None, None)
+            start += size
+    for graph in range(2):
+        sources, targets, values, _ = every.of(0, graph).arrays()
+        third = (sources + 1) % 3 == 0
+        expected = dict(zip(zip(sources[third], targets[third]), 3 * values[third]))
+        sources, targets, values, seen = some.of(0, graph).arrays()
+        assert dict(zip(zip(sources, targets), values)) == pytest.approx(expected, rel=1e-5)
+        assert sorted(seen.tolist()) == list(range(40 - pad))
+
+
+def test_merged_heads_leave_merged_edges():
+    query, keys, positions = layer()
+    stores = {name: EdgeStore(3, 2, "query_group", name) for name in ("exact", "merged")}
+    for store in stores.values():
+        store.observe(query, keys, positions, False, 0.3, None, None)
+    expected = topk_edges(query, keys, 0.3, 3, 2, group_mean="merged")
+    for graph in range(2):
+        sources, targets, values, _ = stores["merged"].of(0, graph).arrays()
+        listed = expected.indices[0, graph] >= 0
+        assert targets.tolist() == expected.indices[0, graph][listed].tolist()
+        assert values == pytest.approx(expected.weights[0, graph][listed].numpy())
+        assert values.sum() < stores["exact"].of(0, graph).arrays()[2].sum()
 
 
 def test_edges_follow_a_permuted_storage():
