@@ -24,6 +24,7 @@ class Evidence:
 
     Args:
         window_tokens: W; fewer if fewer queries are held.
+        window_step: of those every so-manieth is asked, from the newest back: a long window at the price of a short one.
         pool_kernel: odd width of the average, 1 for none.
         pool_edges: divisor where the kernel reaches past the first or last slot that counts: "valid" counts the taps
             that exist, "zero" always divides by `pool_kernel`.
@@ -42,6 +43,7 @@ class Evidence:
     sink_mass: str
     query_positions: str
     num_sinks: int
+    window_step: int = 1
 
     def of_layers(
         self, views: Sequence[LayerView], valid: Bool[Tensor, "S H T"] | None, keep: Int64[Tensor, "S"]
@@ -53,7 +55,7 @@ class Evidence:
             valid: their valid slots; None if no slot is empty.
             keep: budget of each row.
         """
-        windows = [_window(view, self.window_tokens) for view in views]
+        windows = [_window(view, self.window_tokens, self.window_step) for view in views]
         places = torch.cat([window.positions for window in windows])
         if self.mass_pad != "visible_mean":
             places = _shorten(places, self._window_lengths(places, _Order.of(valid, views[0].keys.shape[2]), keep))
@@ -128,10 +130,10 @@ class _Order(NamedTuple):
         return packed if self.index is None else F.pad(packed, (1, 0)).gather(-1, self.index)
 
 
-def _window(view: LayerView, window_tokens: int) -> QueryWindow:
+def _window(view: LayerView, window_tokens: int, step: int) -> QueryWindow:
     if view.queries is None:
         raise ValueError(f"the view holds no queries; this allocator needs the last {window_tokens} (see `needs`)")
-    return view.queries.last(window_tokens)
+    return view.queries.last(window_tokens).every(step)
 
 
 def _shorten(positions: Int64[Tensor, "S W"], lengths: Int64[Tensor, "S"]) -> Int64[Tensor, "S W"]:

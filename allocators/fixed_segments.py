@@ -23,6 +23,7 @@ class FixedSegments(MassSegments):
     quota: str = "mass"  # public ablation
     min_keep_tokens: int = 1  # as SegmentQuota, and all below
     window_tokens: int = 32
+    window_step: int = 1
     pool_kernel: int = 5
     credit_decay: float | int = 0.9
     credit_mix: float | int = 0.9

@@ -26,6 +26,7 @@ class SegmentQuota(MassSegments):
         max_segment_tokens: longer segments are split.
         min_keep_tokens: slots that each segment keeps if the budget can pay for all of them.
         window_tokens: recent queries that mass is measured with.
+        window_step: of those every so-manieth, from the newest back.
         pool_kernel: odd width of the average along the sequence, 1 for none.
         credit_decay: share of the old credit that stays at an event.
         credit_mix: share of the present window in the mass; the rest is credit.
@@ -58,6 +59,7 @@ class SegmentQuota(MassSegments):
     max_segment_tokens: int = 256  # paper
     min_keep_tokens: int = 1  # paper
     window_tokens: int = 32  # public registry; the paper's 128 costs four times as much and changes little
+    window_step: int = 1
     pool_kernel: int = 5  # public registry; the paper says "small"
     credit_decay: float | int = 0.9  # paper
     credit_mix: float | int = 0.9  # paper

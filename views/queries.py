@@ -34,6 +34,11 @@ class QueryWindow:
         """The newest `count` queries (all of them if fewer are held)."""
         return QueryWindow(self.rotated[:, :, -count:], self.positions[:, -count:])
 
+    def every(self, step: int) -> "QueryWindow":
+        """Every `step`-th query, counted from the newest back, which is among them."""
+        first = (self.positions.shape[1] - 1) % step
+        return QueryWindow(self.rotated[:, :, first::step], self.positions[:, first::step])
+
 
 @dataclass(frozen=True)
 class QueryStatistics:
