@@ -22,8 +22,8 @@ class FixedSegments(MassSegments):
     segment_tokens: int = 128  # public ablation
     quota: str = "mass"  # public ablation
     min_keep_tokens: int = 1  # as SegmentQuota, and all below
-    window_tokens: int = 32
-    window_step: int = 1
+    window_tokens: int = 128
+    window_step: int = 8
     pool_kernel: int = 5
     credit_decay: float | int = 0.9
     credit_mix: float | int = 0.9

@@ -33,7 +33,14 @@ _CHOICES = {
 }
 # Layers are stacked up to this many slots: beyond, arithmetic costs more than calls, and memory would grow.
 _STACKED_SLOTS = 2**20
-_COUNTS = {"min_keep_tokens": 0, "window_tokens": 1, "window_step": 1, "pool_kernel": 1, "num_sinks": 0, "num_recent": 0}
+_COUNTS = {
+    "min_keep_tokens": 0,
+    "window_tokens": 1,
+    "window_step": 1,
+    "pool_kernel": 1,
+    "num_sinks": 0,
+    "num_recent": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ class MassSegments(EvictingAllocator):
         if self.window_step > 1 and self.mass_pad != "visible_mean":
             raise ValueError(
                 f"window_step={self.window_step} needs mass_pad='visible_mean': the others fill the whole window's slots, got "
-                f"{self.mass_pad!r}; leave window_step=1"
+                f"{self.mass_pad!r}; set window_step=1"
             )
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         shared = {field.name: own[field.name] for field in fields(SegmentRules) if field.name in own}

@@ -58,8 +58,8 @@ class SegmentQuota(MassSegments):
     min_segment_tokens: int = 16  # paper
     max_segment_tokens: int = 256  # paper
     min_keep_tokens: int = 1  # paper
-    window_tokens: int = 32  # public registry; the paper's 128 costs four times as much and changes little
-    window_step: int = 1
+    window_tokens: int = 128  # paper
+    window_step: int = 8  # as good as every query of the window, at an eighth of the work
     pool_kernel: int = 5  # public registry; the paper says "small"
     credit_decay: float | int = 0.9  # paper
     credit_mix: float | int = 0.9  # paper
@@ -90,7 +90,7 @@ class SegmentQuota(MassSegments):
     @classmethod
     def paper(cls, **overrides: object) -> "SegmentQuota":
         """The paper's values. Where it is silent: padding per head, 32 recent slots, protected slots counted."""
-        stated = {"window_tokens": 128, "mass_pad": "head_max", "pool_edges": "zero", "sink_mass": "include"}
+        stated = {"window_step": 1, "mass_pad": "head_max", "pool_edges": "zero", "sink_mass": "include"}
         return cls(**(stated | overrides))
 
     @classmethod
@@ -107,6 +107,8 @@ class SegmentQuota(MassSegments):
             "min_keep_tokens": 8,
             "credit_decay": 0.8,
             "credit_mix": 0.7,
+            "window_tokens": 32,
+            "window_step": 1,
             "mass_pad": "global_max",
             "pool_edges": "zero",
             "sink_mass": "include",

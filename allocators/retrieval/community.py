@@ -70,7 +70,7 @@ class CommunityRetrieval(RetrievingAllocator):
     direct_weight: float | int = 0.5  # paper
     aggregation: str = "query_group"  # paper
     group_mean: str = "exact"
-    edge_stride: int = 1  # paper
+    edge_stride: int = 4  # as good as all edges, and a quarter of the work
     sinks_in_graph: bool = False  # paper
     partition: str = "leiden"  # paper
     resolution: float | int | str = "auto"
@@ -78,8 +78,8 @@ class CommunityRetrieval(RetrievingAllocator):
     min_mean_tokens: int = 8  # an index of at most an eighth of the keys, as Quest's two vectors for every 16 tokens
     run_tokens: int = 16
     iterations: int = 1
-    refine_steps: int = 10
-    metric: str = "euclidean"
+    refine_steps: int = 3  # more change little
+    metric: str = "queries"
     seed: int = 0
     combine: str = "softmax_sum"
     select: str = "kv_head"
@@ -133,7 +133,9 @@ class CommunityRetrieval(RetrievingAllocator):
             "resolution": 1.0,
             "min_mean_tokens": 1,
             "run_tokens": 1,
+            "edge_stride": 1,
             "refine_steps": 0,
+            "metric": "euclidean",
             "replacement": 0,
             "combine": "mean",
             "truncation": "recent",
@@ -154,8 +156,12 @@ class CommunityRetrieval(RetrievingAllocator):
             raise ValueError("growth='delta_q' does not follow the mean values of communities, which replacement needs")
         if self.resolution == "auto":
             raise ValueError("growth='delta_q' goes on at the resolution of the graph, so it must be given, not 'auto'")
-        if self.partition == "kmeans" or self.refine_steps:
+        if self._moves_keys:
             raise ValueError("growth='delta_q' goes on with the graph's communities, which k-means on keys changes")
+
+    @property
+    def _moves_keys(self) -> bool:
+        return self.refine_steps > 0 or self.partition == "kmeans"
 
     @property
     def needs_scores(self) -> bool:
@@ -172,7 +178,7 @@ class CommunityRetrieval(RetrievingAllocator):
             first_node,
             self.refine_steps,
             self.refresh,
-            QueryGeometry() if self.metric == "queries" else None,
+            QueryGeometry() if self.metric == "queries" and self._moves_keys else None,
         )
 
     @property

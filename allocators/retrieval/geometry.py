@@ -7,8 +7,8 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 METRICS = ("euclidean", "queries")
-# Later queries are more like those of the tokens to come.
-_MEMORY_TOKENS = 1024
+# Later queries are more like those of the tokens to come: each counts 1 / 1024 less than the next one.
+_FADING = 1 - 1 / 1024
 # Share of the mean eigenvalue that is added to all, so that directions no query has looked in still count a little.
 _RIDGE = 0.02
 
@@ -25,17 +25,19 @@ class QueryGeometry:
         self._weight: Tensor | None = None
 
     def observe(self, query: Float[Tensor, "B Q N D"], positions: Int64[Tensor, "B H T"]) -> None:
-        """Takes in the newest queries of a forward; older ones fade as new tokens come, over 1024 of them."""
+        """Takes in the queries of a forward; how a prompt is cut into forwards, and padding, make no difference."""
         batch, heads = positions.shape[:2]
-        recent = query[:, :, -_MEMORY_TOKENS:].float()
-        count, dim = recent.shape[2:]
+        count, dim = query.shape[2:]
         real = (positions[:, 0, -count:] >= 0).float()
-        rows = (recent * real[:, None, :, None]).reshape(batch, heads, -1, dim)
-        moments, weight = rows.transpose(2, 3) @ rows, real.sum(dim=-1)
+        later = real.flip(1).cumsum(dim=1).flip(1) - real
+        share = real * _FADING**later
+        rows = query.float().masked_fill(real[:, None, :, None] == 0, 0.0).reshape(batch, heads, -1, dim)
+        shares = share.repeat(1, query.shape[1] // heads)[:, None, :, None]
+        moments, weight = rows.transpose(2, 3) @ (rows * shares), share.sum(dim=-1)
         if self._moments is None:
             self._moments, self._weight = moments, weight
         else:
-            keep = (1 - weight / _MEMORY_TOKENS).clamp(min=0)
+            keep = _FADING ** real.sum(dim=-1)
             self._moments = self._moments * keep[:, None, None, None] + moments
             self._weight = self._weight * keep + weight
 

@@ -13,7 +13,7 @@ W, SINKS = 6, 3
 def by_loops(view, row, head, options, keep):
     """Evidence of one head in Python floats, and the slots that count as history."""
     present = torch.where(view.valid[row, head])[0].tolist()
-    window = list(range(view.queries.positions.shape[1]))[-W:]
+    window = list(range(view.queries.positions.shape[1]))[-W:][:: -options.window_step][::-1]
     length = len(window)
     if options.mass_pad != "visible_mean":
         length = max(1, min(length, len(present) - 1, keep))
@@ -75,8 +75,19 @@ def test_equals_its_loops(make_view, mass_pad, sink_mass, pool_edges, pool_kerne
         pool_kernel=pool_kernel,
         query_positions=query_positions,
         window_tokens=W,
+        window_step=1,
         num_sinks=SINKS,
     )
+    require_equal(view, options)
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6, 9])
+def test_a_stepped_window_equals_its_loops(make_view, step):
+    view = make_view(heads=2, slots=30, window=W + 2)
+    require_equal(view, SegmentQuota(window_tokens=W, window_step=step, num_sinks=SINKS))
+
+
+def require_equal(view, options):
     keep = torch.tensor([4, 12])
     usage = options._evidence.of_layers([view], view.valid, keep)
     expected = {
@@ -84,7 +95,7 @@ def test_equals_its_loops(make_view, mass_pad, sink_mass, pool_edges, pool_kerne
     }
     everywhere = max(max(pooled) for _, pooled, _ in expected.values())
     for (row, head), (present, pooled, end) in expected.items():
-        peak = everywhere if mass_pad == "global_max" else max(pooled)
+        peak = everywhere if options.mass_pad == "global_max" else max(pooled)
         wanted = torch.zeros(30)
         wanted[present] = torch.tensor([value if place < end else peak for place, value in enumerate(pooled)])
         torch.testing.assert_close(usage[row, head], wanted, rtol=1e-4, atol=1e-6)
@@ -105,7 +116,7 @@ def test_rows_without_queries_have_no_evidence(make_view):
 def test_what_the_view_lacks_is_said(make_view):
     view = make_view()
     scores, keep = torch.zeros(2, 3, 60), torch.tensor([20, 20])
-    with pytest.raises(ValueError, match="the view holds no queries; this allocator needs the last 32"):
+    with pytest.raises(ValueError, match="the view holds no queries; this allocator needs the last 128"):
         SegmentQuota().allocate(dataclasses.replace(view, queries=None), scores, keep, {})
     with pytest.raises(ValueError, match="query_positions='current' needs the model's rotary"):
         SegmentQuota.reference().allocate(dataclasses.replace(view, rotary=None), scores, keep, {})

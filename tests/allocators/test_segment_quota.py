@@ -271,7 +271,8 @@ def test_a_head_that_fits_keeps_all_and_its_credit():
 # -- options ------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "window_tokens": (128, 32, 32),
+    "window_tokens": (128, 32, 128),
+    "window_step": (1, 1, 8),
     "pool_kernel": (5, 5, 5),
     "query_positions": ("own", "current", "own"),
     "mass_pad": ("head_max", "global_max", "visible_mean"),
@@ -323,6 +324,8 @@ def test_needs():
         ({"pool_kernel": 4}, "pool_kernel must be odd, got 4; the nearest valid value is 5"),
         ({"num_sinks": -1}, "num_sinks must be at least 0, got -1"),
         ({"window_tokens": 0}, "window_tokens must be at least 1"),
+        ({"window_step": 0}, "window_step must be at least 1"),
+        ({"mass_pad": "head_max"}, "window_step=8 needs mass_pad='visible_mean'.*set window_step=1"),
         ({"credit_mix": 1.5}, r"credit_mix must be in \[0, 1\], got 1.5; the nearest valid value is 1"),
     ],
 )

@@ -338,7 +338,9 @@ def fused(monkeypatch):
 def test_edges_may_come_out_of_the_attention_itself(model, left_padded, aggregation, fused, monkeypatch):
     """One operator gives edges and output, in a prompt of one piece or two, unless slots are empty."""
     ids, _, _ = left_padded([34, 34])
-    press = RetrievalPress(CommunityRetrieval(top_k=3, growth_tokens=4, aggregation=aggregation), 14, **SMALL)
+    press = RetrievalPress(
+        CommunityRetrieval(top_k=3, growth_tokens=4, aggregation=aggregation, edge_stride=1), 14, **SMALL
+    )
     if model.config._attn_implementation != "sdpa":
         model.set_attn_implementation("sdpa")
     for pieces in ([30, 1, 1, 1], [12, 18, 1, 1]):

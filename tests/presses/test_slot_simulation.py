@@ -1,7 +1,7 @@
 """Every tensor that is aligned with slots, against a simulation that knows tokens by name and no slots at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,10 +11,13 @@ from kvstitch.allocators import CommunityQuota, EvictingAllocator, HeadAdaptive,
 from kvstitch.allocators.evidence import Evidence
 from kvstitch.presses import EvictionPress
 from kvstitch.scorers import TOVA
+from kvstitch.views import QueryWindow
 
 FEW = dict(num_sinks=1, num_recent=2)
 ALLOCATORS = {
-    "segments": SegmentQuota(**FEW, min_segment_tokens=2, max_segment_tokens=8, window_tokens=4, credit_mix=0.5),
+    "segments": SegmentQuota(
+        **FEW, min_segment_tokens=2, max_segment_tokens=8, window_tokens=4, window_step=1, credit_mix=0.5
+    ),
     "communities": CommunityQuota(**FEW, window_tokens=6, top_k=2, target_tokens=3, run_tokens=3, min_mean_tokens=1),
     "ragged": HeadAdaptive(**FEW),
     "mask": HeadAdaptive(**FEW, mode="mask"),
@@ -41,7 +44,10 @@ class Watched(EvictingAllocator):
     def allocate_layers(self, views, scores, keeps, states: Sequence[dict]):
         selections = self.inner.allocate_layers(views, scores, keeps, states)
         for view, keep, state, selection in zip(views, keeps, states, selections):
-            self.log.append(("event", view.layer_idx, view, keep, dict(state), selection))
+            # A view is the cache itself, which goes on; keys are compacted into new storage, queries are overwritten.
+            queries = view.queries and QueryWindow(view.queries.rotated.clone(), view.queries.positions.clone())
+            kept = replace(view, queries=queries)
+            self.log.append(("event", view.layer_idx, kept, keep, dict(state), selection))
         return selections
 
 

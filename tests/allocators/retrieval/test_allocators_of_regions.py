@@ -182,19 +182,27 @@ def test_the_geometry_is_the_mean_difference_of_logits():
     assert torch.equal(QueryGeometry().transform(keys, 0, 0), keys)
 
 
-def test_recent_queries_count_and_padding_does_not():
-    geometry, other = QueryGeometry(), QueryGeometry()
+def test_moments_fade_token_by_token_whatever_the_pieces_and_the_padding():
     draw = torch.Generator().manual_seed(0)
-    old, new = torch.randn(1, 2, 1500, 4, generator=draw) * 5, torch.randn(1, 2, 1100, 4, generator=draw)
-    at = lambda count: torch.arange(count).expand(1, 2, count)
-    geometry.observe(old, at(1500))
-    geometry.observe(new, at(2600))
-    other.observe(new, at(1100))
-    keys = torch.randn(5, 4, generator=draw)
-    assert torch.allclose(geometry.transform(keys, 0, 0), other.transform(keys, 0, 0), atol=1e-5)
-    padded = QueryGeometry()
-    padded.observe(torch.cat((old[:, :, :200] * 9, new), dim=2)[:, :, -1000:], torch.where(at(1000) < 0, 0, at(1000)))
-    assert padded._weight.tolist() == [1000.0]
+    query, keys = torch.randn(2, 4, 90, 6, generator=draw), torch.randn(5, 6, generator=draw)
+    positions = torch.stack((torch.arange(90), torch.arange(90) - 30)).clamp(min=-1)[:, None].expand(2, 2, 90)
+    query[1, :, :30] = float("nan")
+    whole, pieces = QueryGeometry(), QueryGeometry()
+    whole.observe(query, positions)
+    for start, end in ((0, 20), (20, 21), (21, 90)):
+        pieces.observe(query[:, :, start:end], positions[:, :, :end])
+    for row, first in ((0, 0), (1, 30)):
+        for head in range(2):
+            moment, weight = torch.zeros(6, 6, dtype=torch.float64), 0.0
+            for token in range(first, 90):
+                fading = (1 - 1 / 1024) ** (89 - token)
+                weight += fading
+                for one in query[row, 2 * head : 2 * head + 2, token].double():
+                    moment += fading * torch.outer(one, one)
+            moment /= moment.diagonal().mean()
+            expected = keys.double() @ torch.linalg.cholesky(moment + 0.02 * torch.eye(6, dtype=torch.float64))
+            for geometry in (whole, pieces):
+                assert torch.allclose(geometry.transform(keys, row, head).double(), expected, atol=1e-5)
 
 
 def ranking_by_loops(importance, graph, count, rounds):

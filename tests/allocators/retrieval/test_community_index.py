@@ -9,7 +9,7 @@ from kvstitch.allocators.retrieval.graph import attention_graph
 from kvstitch.allocators.retrieval.partition import leiden
 
 SINKS, RECENT = 3, 5
-PLAIN = dict(refine_steps=0, replacement=0, combine="mean")
+PLAIN = dict(refine_steps=0, replacement=0, combine="mean", edge_stride=1)
 
 
 def observed(layer, allocator, pieces, has_empty=True):
