@@ -27,7 +27,9 @@ def session(seed: int) -> dict[str, Any]:
         "directory": os.getcwd(),
         "seed": seed,
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES}
+        | {"torch": str(torch.__version__)},  # with its build, e.g. +cu130
         "hardware": hardware(),
     }
 

@@ -151,7 +151,13 @@ def test_control_c_keeps_finished_samples_and_the_same_command_goes_on(tmp_path,
     path.write_text(path.read_text() * 4)
     command = [sys.executable, str(RUN), *tiny_arguments]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A shell starts background jobs with the signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 240
     while not list(tmp_path.glob("runs/*/predictions.jsonl")):
