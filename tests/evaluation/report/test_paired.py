@@ -55,7 +55,7 @@ def test_tasks_and_seeds_count_alike_and_their_samples_stay_apart(leave):
 
 
 def test_variants_are_named_by_what_differs_from_the_class(leave):
-    leave("SegmentQuota", {"a": 0.3}, leaves={"credit": False, "window_tokens": 32})
+    leave("SegmentQuota", {"a": 0.3}, leaves={"credit": False, "window_tokens": 128})
     runs, _ = find_runs([leave("SegmentQuota", {"a": 0.2})])
     (row,) = compare(runs, "SegmentQuota")
     assert row.choice == "SegmentQuota(credit=False)"
