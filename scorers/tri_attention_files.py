@@ -57,7 +57,16 @@ def _unpickled(path: str | PathLike) -> object:
         raise ValueError(f"{path} was not written by torch.save")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    # A damaged pickle may stop the reader anywhere.
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        AssertionError,
+        ValueError,
+    ) as error:
         raise ValueError(f"{path} holds more than tensors, or is damaged: {error}") from error
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.report import find_runs
 from kvstitch.evaluation.report.paired import PARTS, Comparison, compare
+from kvstitch.evaluation.report.runs import grouped
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="a Markdown table")
     options = parser.parse_args(arguments)
     try:
-        runs, _ = find_runs(options.runs)
+        runs, problems = find_runs(options.runs)
+        for reason, names in grouped(problems):
+            print(f"left out, {reason}: {', '.join(names)}", file=sys.stderr)
         rows = compare(runs, options.base, options.part, options.metric)
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

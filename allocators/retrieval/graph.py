@@ -67,7 +67,8 @@ class EdgeStore:
         else:
             output, *lists = topk_attention(query, keys, values, *options, query_stride=self.stride)
             edges = TopKEdges(*lists)
-        # Each stands for the queries that were left out, so that degrees are those of all.
+        # Each stands for the queries that were left out, so that direct degrees are those of all. Co-attention, a product of
+        # two weights, counts `stride` times as much beside them; `recommended` was measured so.
         weights = edges.weights if self.stride == 1 else edges.weights * self.stride
         self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), weights)
         return output

@@ -8,7 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstitch.evaluation.records import RunError, config_hash
 from kvstitch.evaluation.report.runs import Run
@@ -16,7 +16,7 @@ from kvstitch.evaluation.report.runs import Run
 PARTS = ("allocator", "scorer", "press")
 _HOW_MANY = ("num_samples", "shard", "num_shards")
 # Where the samples came from does not tell two rows apart, and where the records lie changes nothing.
-_NOT_THE_METHOD = ("task", "seed", "output_dir", "reuse_dense", "speed_tokens", "on_error", "press")
+_NOT_THE_METHOD = ("task", "seed", "output_dir", "reuse_dense", "speed_tokens", "on_error")
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,57 @@ def compare(runs: Sequence[Run], base: str, part: str = "allocator", metric: str
     Raises:
         RunError: no run with that base, or none with that metric.
     """
-    table: dict[str, dict[str, dict[tuple, float]]] = defaultdict(lambda: defaultdict(dict))
+    table: dict[_Rest, dict[str, dict[tuple, float]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         chosen = _choice(run, part)
-        if chosen is not None:
-            table[_others(run, part)][chosen] |= dict(_values(run, metric))
+        if chosen is None:
+            continue
+        values, known = dict(_values(run, metric)), table[_others(run, part)][chosen]
+        if values.keys() & known.keys():
+            raise RunError(f"{run.path} holds samples that another run of {chosen} holds, too: leave one of them out")
+        known |= values
     names = sorted({name for choices in table.values() for name in choices})
     if base not in names:
-        near = difflib.get_close_matches(base, names, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RunError(f"no run has the {part} {base!r}; there are {', '.join(names) or 'none'}{hint}")
+        raise RunError(
+            f"no run has the {part} {base!r}; there are {', '.join(names) or 'none'}{_hint(runs, base, names)}"
+        )
     rows = [
         row
         for others, choices in sorted(table.items())
         if base in choices
         for name, values in sorted(choices.items())
         if name != base
-        for row in _compared(others, name, choices[base], values)
+        for row in _compared(_titled(others, table), name, choices[base], values)
     ]
     if not rows:
-        raise RunError(f"nothing to compare: no sample with {metric!r} under {base!r} and under another {part}")
+        raise RunError(f"nothing to compare: {_why(runs, metric) or f'{base!r} shares no sample with another {part}'}")
     return rows
+
+
+def _titled(rest: "_Rest", table: Mapping["_Rest", object]) -> str:
+    """Its title, with the hash where two rows would read alike."""
+    alike = sum(other.title == rest.title for other in table)
+    return rest.title if alike == 1 else f"{rest.title} [{rest.digest[:6]}]"
+
+
+def _why(runs: Sequence[Run], metric: str) -> str | None:
+    """Says that no record has the metric, and which one is near."""
+    known = {name for run in runs for record in run.records for name in record.get("metrics") or {}}
+    if metric in known:
+        return None
+    near = difflib.get_close_matches(metric, sorted(known), n=1, cutoff=0.3)
+    return f"no sample has {metric!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _hint(runs: Sequence[Run], base: str, names: Sequence[str]) -> str:
+    """The nearest name of this part, or the part that has the name."""
+    for other in PARTS:
+        found = {chosen for run in runs if (chosen := _choice(run, other)) is not None}
+        if base in found - set(names):
+            return f"; {base!r} is a choice of --part {other}"
+    lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(base.lower().replace("_", ""), lower, n=1, cutoff=0.3)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
 def _compared(others: str, name: str, base: Mapping, values: Mapping) -> Iterator[Comparison]:
@@ -104,8 +134,8 @@ def _values(run: Run, metric: str) -> Iterator[tuple[tuple, float]]:
     drawn = {key: value for key, value in run.config["task"].items() if key not in _HOW_MANY}
     task = config_hash(drawn | {"seed": run.config["seed"]})
     for record in run.records:
-        value = record.get("metrics", {}).get(metric)
-        if value is not None:
+        value = (record.get("metrics") or {}).get(metric)
+        if isinstance(value, int | float) and math.isfinite(value):
             yield (task, record["id"]), float(value)
 
 
@@ -138,15 +168,30 @@ def _defaults(path: str, name: str) -> dict[str, Any]:
     return {key: item.default for key, item in inspect.signature(made).parameters.items()}
 
 
-def _others(run: Run, part: str) -> str:
-    """What two runs must share besides the part: the other parts, budget, interval, mode and model."""
+def _others(run: Run, part: str) -> "_Rest":
+    """What two runs must share besides the part: all that can change a figure."""
     parts = [run.config.get(name) or run.config["press"].get(name) for name in ("scorer", "allocator") if name != part]
-    shown = [named(options) for options in parts if options] + [f"budget {run.config['budget']}"]
-    rest = {key: value for key, value in run.config.items() if key not in (*_NOT_THE_METHOD, *PARTS, "budget")}
-    return ", ".join([*shown, f"interval {rest.pop('interval', None)}", *_told(rest)])
+    shown = [] if part == "press" else [named(options) for options in parts if options]
+    rest = {key: value for key, value in run.config.items() if key not in (*_NOT_THE_METHOD, *PARTS)}
+    if part != "press":
+        rest["press"] = _own(run.config["press"])
+    title = [*shown, f"budget {run.config['budget']}", f"interval {run.config.get('interval')}", *_told(run.config)]
+    return _Rest(", ".join(title), config_hash({"shown": shown, "rest": rest}))
 
 
-def _told(rest: Mapping[str, Any]) -> list[str]:
-    model = rest.get("model") or {}
-    named_model = model.get("name") or str(model.get("_target_", "")).rpartition(".")[2].removeprefix("load_")
-    return [str(rest.get("mode")), str(named_model)]
+def _own(press: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the press itself, without its parts."""
+    return {key: value for key, value in press.items() if key not in (*PARTS, "budget")}
+
+
+class _Rest(NamedTuple):
+    """What a row shares with the base, for readers, and a hash of all of it."""
+
+    title: str
+    digest: str
+
+
+def _told(config: Mapping[str, Any]) -> list[str]:
+    model = config.get("model") or {}
+    model_name = model.get("name") or str(model.get("_target_", "")).rpartition(".")[2].removeprefix("load_")
+    return [str(config.get("mode")), str(model_name)]

@@ -1,3 +1,5 @@
+import zipfile
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -113,3 +115,12 @@ def test_means_that_no_queries_can_have(write):
     path = write({"stats": {"layer00_head00": entry(q_abs_mean=torch.zeros(3))}})
     with pytest.raises(ValueError, match="a mean longer than the mean modulus"):
         TriAttentionStatistics.from_authors_file(path, ROTARY, num_layers=1, num_query_heads=1)
+
+
+@pytest.mark.parametrize("pickled", [b"", b"\x80\x02}q\x00(", b"\x80\x02cnowhere\nThing\n."])
+def test_a_damaged_pickle_is_named(tmp_path, pickled):
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        archive.writestr("file/data.pkl", pickled)
+        archive.writestr("file/version", "3")
+    with pytest.raises(ValueError, match=r"file\.pt holds more than tensors, or is damaged"):
+        read_authors_file(tmp_path / "file.pt")
