@@ -47,7 +47,7 @@ class KVPressBaseline:
         try:
             import kvpress
         except ImportError as error:
-            raise ImportError("press=kvpress needs kvpress: pip install 'kvstitch[kvpress]'") from error
+            raise ImportError(f"press=kvpress needs kvpress: pip install -e '.[kvpress]' ({error})") from error
         known = [name for name in dir(kvpress) if name.endswith("Press") and name != "BasePress"]
         if self.name not in known:
             near = difflib.get_close_matches(str(self.name), known, n=1, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""Figures of a run folder, redrawn from its files alone. matplotlib is an extra: `pip install 'kvstitch[plots]'`."""
+"""Figures of a run folder, redrawn from its files alone. matplotlib is an extra: `pip install -e '.[plots]'`."""
 
 import importlib.util
 from pathlib import Path

@@ -54,7 +54,7 @@ class KVPressScorer(Scorer):
         try:
             from kvpress import ScorerPress
         except ImportError as error:
-            raise ImportError("KVPressScorer needs kvpress; install kvstitch[kvpress]") from error
+            raise ImportError(f"KVPressScorer needs kvpress: pip install -e '.[kvpress]' ({error})") from error
         if not isinstance(self.press, ScorerPress):
             raise TypeError(
                 f"press must be an instance of a kvpress ScorerPress, such as KnormPress(), got {self.press!r}; presses "

@@ -158,7 +158,7 @@ def _draw(folder: RunFolder) -> None:
     if can_plot():
         plot_kept_positions(source, target)
     else:
-        print(f"{target.name} is not drawn: it needs matplotlib, pip install 'kvstitch[plots]'", file=sys.stderr)
+        print(f"{target.name} is not drawn: it needs matplotlib, pip install -e '.[plots]'", file=sys.stderr)
 
 
 def _full_story(error: BaseException) -> str:

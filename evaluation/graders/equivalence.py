@@ -24,7 +24,7 @@ _START_SECONDS = 120.0
 def require_math_verify() -> None:
     """Raise ImportError, saying what to install, unless math-verify is there."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("task.grader=boxed_math needs math-verify: pip install 'kvstitch[math]'")
+        raise ImportError("task.grader=boxed_math needs math-verify: pip install -e '.[math]'")
 
 
 def same_value(answer: str, gold: str) -> bool:

@@ -31,7 +31,7 @@ class RayLauncher(Launcher):
         try:
             import ray
         except ImportError as error:
-            raise ImportError("hydra/launcher=ray needs Ray: pip install 'kvstitch[ray]'") from error
+            raise ImportError("hydra/launcher=ray needs Ray: pip install -e '.[ray]'") from error
 
         setup_globals()
         ours = not ray.is_initialized()

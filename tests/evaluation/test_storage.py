@@ -13,7 +13,9 @@ from kvstitch.evaluation.streams import Stream, auxiliary_bytes
 from kvstitch.presses import RetrievalPress
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux lets a process forget its peak")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs a /proc/self/clear_refs (Linux) that may be written"
+)
 def test_a_peak_is_forgotten_and_seen_again():
     reset_peak_memory()
     before = peak_memory()["peak_process_bytes"]
