@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from kvstitch.kernels.compact.triton import compact_triton
 from kvstitch.kernels.segment_quota.rules import SegmentRules
 from kvstitch.kernels.segment_quota.triton import segment_plan_triton
 from kvstitch.kernels.segment_quota.triton_select import segment_select_triton
-from kvstitch.kernels.segment_quota.workload import RECOMMENDED_RULES
+from kvstitch.kernels.segment_quota.workload import RECOMMENDED_RULES, REFERENCE_RULES
 from kvstitch.kernels.sparse_decode.triton import sparse_decode_triton
 from kvstitch.kernels.topk_attention.triton import forward_tilings, group_tilings, topk_attention_triton
 
@@ -35,22 +35,7 @@ _BATCH, _QUERY_HEADS, _MORE_QUERY_HEADS, _HEADS, _LENGTH, _CHOSEN = 2, 32, 40, 8
 # The two presets of mass segments that differ in every switch.
 _SEGMENT_RULES = {
     "recommended": RECOMMENDED_RULES,
-    "reference": replace(
-        RECOMMENDED_RULES,
-        segment_mass=0.02,
-        min_segment_tokens=32,
-        max_segment_tokens=1024,
-        min_keep_tokens=8,
-        credit_decay=0.8,
-        credit_mix=0.7,
-        must_keep="after",
-        must_priority="suffix",
-        boundary="exclude",
-        split="chunk",
-        merge="forward",
-        quota="reference",
-        mass_dtype="float32",
-    ),
+    "reference": REFERENCE_RULES,
 }
 
 

@@ -1,6 +1,6 @@
 """What the bench times of mass segments, and the least work that they must do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,23 @@ RECOMMENDED_RULES = SegmentRules(
     credit_scale="mass",
     batch="per_sample",
     mass_dtype="float64",
+)
+# What the public code does, but for its mean over the batch.
+REFERENCE_RULES = replace(
+    RECOMMENDED_RULES,
+    segment_mass=0.02,
+    min_segment_tokens=32,
+    max_segment_tokens=1024,
+    min_keep_tokens=8,
+    credit_decay=0.8,
+    credit_mix=0.7,
+    must_keep="after",
+    must_priority="suffix",
+    boundary="exclude",
+    split="chunk",
+    merge="forward",
+    quota="reference",
+    mass_dtype="float32",
 )
 
 

@@ -97,3 +97,18 @@ def assert_as_accurate() -> Callable[..., None]:
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def assert_same_plan() -> Callable[..., None]:
+    """`assert_same_plan(found, expected)`: every tensor of two segment plans, floats in float64."""
+
+    def assert_same_plan(found, expected):
+        for name in expected._fields:
+            actual, want = getattr(found, name), getattr(expected, name)
+            if want.is_floating_point():
+                torch.testing.assert_close(actual.double(), want.double(), atol=1e-12, rtol=1e-9, msg=name)
+            else:
+                assert torch.equal(actual, want), name
+
+    return assert_same_plan

@@ -76,15 +76,6 @@ def event(slots, keep, credit=35, filled=None, kind="spiky", seed=0):
     return scores, usage, torch.tensor([keep]), history, valid
 
 
-def assert_same_plan(found, expected):
-    for name in expected._fields:
-        actual, want = getattr(found, name), getattr(expected, name)
-        if want.is_floating_point():
-            torch.testing.assert_close(actual.double(), want.double(), atol=1e-12, rtol=1e-9, msg=name)
-        else:
-            assert torch.equal(actual, want), name
-
-
 def selection_of(plan, rules, width):
     options = dict(must_keep=rules.must_keep, width=width)
     return (plan.slot_edges, plan.quotas, plan.num_first, plan.first_recent), options
@@ -101,7 +92,7 @@ def test_reference_selection_equals_the_shared_selector(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_triton_equals_the_torch_path(name, run_triton):
+def test_triton_equals_the_torch_path(name, run_triton, assert_same_plan):
     allocator, case = CASES[name]
     scores, usage, keep, credit, valid = event(**case)
     expected = segment_plan(usage, credit, keep, int(keep), valid, allocator._rules)
@@ -126,7 +117,7 @@ def test_triton_replays_the_public_code(number, run_triton):
     assert torch.equal(run_triton(segment_select, scores, *tensors, None, **options).result, indices)
 
 
-def test_heads_longer_than_a_tile(run_triton):
+def test_heads_longer_than_a_tile(run_triton, assert_same_plan):
     """Several tiles in both kernels; the running sums of tiles are added in another order than the torch path's."""
     generator = torch.Generator().manual_seed(3)
     usage, scores = torch.rand(1, 1, 4500, generator=generator) ** 4, torch.randn(1, 1, 4500, generator=generator)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
 from kvstitch.kernels.segment_quota.rules import SegmentRules
+from kvstitch.kernels.segment_quota.workload import REFERENCE_RULES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -59,17 +61,8 @@ def any_layer(draw, seed):
     return scores, usage, keep, credit, valid
 
 
-def assert_same_plan(found, expected):
-    for name in expected._fields:
-        actual, want = getattr(found, name), getattr(expected, name)
-        if want.is_floating_point():
-            torch.testing.assert_close(actual.double(), want.double(), atol=1e-12, rtol=1e-9, msg=name)
-        else:
-            assert torch.equal(actual, want), name
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_triton_equals_the_torch_path_whatever_the_rules(seed, run_triton):
+def test_triton_equals_the_torch_path_whatever_the_rules(seed, run_triton, assert_same_plan):
     draw = random.Random(seed)
     rules, (scores, usage, keep, credit, valid) = any_rules(draw), any_layer(draw, seed)
     options = (usage, credit, keep, int(keep.min()), valid, rules)
@@ -88,7 +81,8 @@ def test_triton_replays_the_second_events_of_the_public_code(number, run_triton)
     arrays = np.load(GOLDEN / "ams_reference.npz")
     head = lambda event, name: torch.from_numpy(arrays[f"c{number}_e{event}_{name}"])[:, :1]
     given = case["params"]
-    rules = SegmentRules(
+    rules = replace(
+        REFERENCE_RULES,
         segment_mass=given["segment_mass"],
         min_segment_tokens=given["min_seg_len"],
         max_segment_tokens=given["max_seg_len"],
@@ -98,16 +92,6 @@ def test_triton_replays_the_second_events_of_the_public_code(number, run_triton)
         credit=given["use_credit"],
         credit_decay=given["credit_decay"],
         credit_mix=given["mix_beta"],
-        must_keep="after",
-        must_priority="suffix",
-        boundary="exclude",
-        split="chunk",
-        merge="forward",
-        quota="reference",
-        credit_init="zero",
-        credit_scale="mass",
-        batch="per_sample",
-        mass_dtype="float32",
     )
     keep = torch.tensor([case["keep"]])
     options = (head(1, "usage"), head(0, "credit"), keep, case["keep"], None, rules)
