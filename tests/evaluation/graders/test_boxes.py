@@ -140,7 +140,7 @@ def test_a_process_that_died_is_replaced(caplog):
 
 def test_without_math_verify_the_task_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(equivalence.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"boxed_math needs math-verify: pip install 'kvstitch\[math\]'"):
+    with pytest.raises(ImportError, match=r"boxed_math needs math-verify: pip install -e '.\[math\]'"):
         check_grader("boxed_math")
     check_grader("boxed_integer")
 
