@@ -46,7 +46,9 @@ def closed_loop_sample(
     """Prompt, trace and questions of one sample through the press and through the dense model.
 
     KL, agreement and NLL are means over the trace's tokens but the last. Questions are decoded from copies of the cache as
-    the trace left it, their cues token by token, so that what leads to an answer is retrieved, too.
+    the trace left it, their cues token by token, so that what leads to an answer is retrieved, too. `event_time_share` is
+    what went into indices of all seconds of the pressed side, its looking at all keys for the mass included: without being
+    measured a press spends a larger share on them, never a smaller one.
 
     Args:
         loaded: model and tokenizer.
@@ -70,6 +72,8 @@ def closed_loop_sample(
         metrics |= {"dense_mean_slots": dense.storage.mean_slots, "dense_peak_slots": dense.storage.peak_slots}
         answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
         metrics |= answer_metrics(answers)
+        # Of prompt, trace and questions, both numbers from this run: measuring the mass is among its seconds.
+        metrics["event_time_share"] = run.event_seconds / pressed.seconds
         regions = region_arrays(run, sample.id)
     # A press that nobody watches owns the same cache, and its steps do not pay for what was measured.
     with dataclasses.replace(press, on_read=None, measure_mass=False)(loaded.model) as run:

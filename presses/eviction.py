@@ -55,13 +55,17 @@ class EvictionPress:
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
             raise ValueError(f"`interval` must be a positive number of tokens, got {self.interval!r}")
         self.budget.require_at_least(self.allocator.num_sinks + 1)
-        protected = self.allocator.num_sinks + self.allocator.num_recent
-        if self.budget.tokens is not None and self.budget.tokens <= protected:
+        if self.budget.tokens is not None:
+            self.warn_if_protected_fill(self.budget.tokens)
+
+    def warn_if_protected_fill(self, slots: int) -> None:
+        """Say that sinks and recent tokens leave no slot to be chosen."""
+        if slots <= self.allocator.num_sinks + self.allocator.num_recent:
             warnings.warn(
                 f"the {self.allocator.num_sinks} sinks and {self.allocator.num_recent} recent tokens that are always kept fill "
-                f"`budget`={self.budget.tokens}, so no score decides anything: raise `budget` or lower the allocator's "
-                "`num_recent`",
-                stacklevel=3,
+                f"the {slots} slots of `budget`={self.budget}, so no score decides anything: raise `budget` or lower the "
+                "allocator's `num_recent`",
+                stacklevel=4,
             )
 
     def __call__(self, model: PreTrainedModel) -> "EvictionRun":
@@ -82,11 +86,10 @@ class EvictionRun(Run):
         press.scorer.check_model(
             self._facts.rotary, self._facts.num_layers, self._facts.num_query_heads, self._facts.num_kv_heads
         )
-        if self._facts.bytes_per_slot is not None:
+        if press.budget.bytes is not None and self._facts.slot_bytes is not None:
             # Known before anything runs, so that a budget in bytes that buys nothing fails here and not while decoding.
-            press.budget.slots(
-                torch.zeros(1, dtype=torch.int64), self._facts.bytes_per_slot, press.allocator.num_sinks + 1
-            )
+            seen, cost = torch.zeros(1, dtype=torch.int64), sum(self._facts.slot_bytes.values())
+            press.warn_if_protected_fill(int(press.budget.slots(seen, cost, press.allocator.num_sinks + 1)))
         if self._facts.num_sliding_layers:
             warnings.warn(
                 f"{self._facts.num_sliding_layers} of {self._facts.num_layers} layers of {type(model).__name__} have a sliding "

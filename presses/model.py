@@ -23,8 +23,8 @@ class ModelFacts:
         num_layers: all decoder layers, sliding-window layers included.
         num_query_heads: H * G.
         num_kv_heads: H.
-        bytes_per_slot: keys and values of one slot per kv head in all full-attention layers; None if the configuration
-            does not tell the size of a head.
+        slot_bytes: full-attention layers by index, keys and values of one slot per kv head; None if the configuration does
+            not tell the size of a head.
         cache_argument: name under which the decoder takes its cache.
         argument_names: positional parameters of the decoder's forward.
     """
@@ -35,7 +35,7 @@ class ModelFacts:
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
-    bytes_per_slot: int | None
+    slot_bytes: dict[int, int] | None
     cache_argument: str
     argument_names: tuple[str, ...]
 
@@ -86,7 +86,7 @@ def read_model(model: PreTrainedModel, needs: Needs) -> ModelFacts:
         num_layers=len(layers),
         num_query_heads=config.num_attention_heads,
         num_kv_heads=_num_kv_heads(config),
-        bytes_per_slot=_bytes_per_slot(model, config, [modules[index] for index in full]),
+        slot_bytes=_slot_bytes(model, config, {index: modules[index] for index in full}),
         cache_argument=cache_argument(parameters),
         argument_names=tuple(parameters)[1:],
     )
@@ -134,11 +134,11 @@ def _num_kv_heads(config) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def _bytes_per_slot(model: PreTrainedModel, config, attention: list[nn.Module]) -> int | None:
-    sizes = [getattr(module, "head_dim", None) for module in attention]
-    if None in sizes:
+def _slot_bytes(model: PreTrainedModel, config, attention: dict[int, nn.Module]) -> dict[int, int] | None:
+    sizes = {index: getattr(module, "head_dim", None) for index, module in attention.items()}
+    if None in sizes.values():
         return None
-    return 2 * sum(sizes) * _num_kv_heads(config) * model.dtype.itemsize
+    return {index: 2 * size * _num_kv_heads(config) * model.dtype.itemsize for index, size in sizes.items()}
 
 
 def _is_attention(module: nn.Module) -> bool:

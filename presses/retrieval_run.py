@@ -42,6 +42,9 @@ class RetrievalRun(Run):
                 f"`dense_layers` must leave a full-attention layer to retrieve from: those are "
                 f"{sorted(self._facts.attention)}, got {press.dense_layers}"
             )
+        if press.budget.bytes is not None and self._facts.slot_bytes is not None:
+            # A budget in bytes that buys too little fails here and not at the first decoded token.
+            press.plan(torch.zeros(1, dtype=torch.int64), sum(self._facts.slot_bytes[index] for index in self._indexed))
 
     @property
     def bound(self) -> bool:

@@ -104,10 +104,10 @@ class CommunityIndex(RegionIndex):
 
     def _cut(self, edges: GraphEdges) -> Partitioned:
         """Runs in the background, where waiting for a device holds nobody up."""
-        query, key, weight, seen = edges.arrays()
-        nodes = np.zeros(int(max(seen.max(initial=-1), key.max(initial=-1))) + 1, dtype=bool)
-        nodes[seen[seen >= self._first_node]] = True
-        return self._partitioning(query, key, weight, nodes)
+        found = edges.arrays()
+        nodes = np.zeros(int(max(found.seen.max(initial=-1), found.key.max(initial=-1))) + 1, dtype=bool)
+        nodes[found.seen[found.seen >= self._first_node]] = True
+        return self._partitioning(found, nodes)
 
     def _discard(self) -> None:
         for job in self._jobs or ():

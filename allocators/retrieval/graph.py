@@ -24,7 +24,7 @@ class EdgeStore:
         aggregation: one graph per kv head ("query_group": edges by the mean weight over its query heads), per query
             head, or per layer (weights summed over kv heads, each of which lists its own top k).
         group_mean: how that mean is taken; as in `topk_attention`.
-        stride: only tokens of the prompt whose number is a multiple leave edges, with so many times the weight.
+        stride: only tokens of the prompt whose number is a multiple leave edges; each stands for so many queries.
     """
 
     def __init__(self, top_k: int, num_sinks: int, aggregation: str, group_mean: str = "exact", stride: int = 1):
@@ -33,6 +33,7 @@ class EdgeStore:
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._repeats: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -67,17 +68,15 @@ class EdgeStore:
         else:
             output, *lists = topk_attention(query, keys, values, *options, query_stride=self.stride)
             edges = TopKEdges(*lists)
-        # Each stands for the queries that were left out, so that direct degrees are those of all. Co-attention, a product of
-        # two weights, counts `stride` times as much beside them; `recommended` was measured so.
-        weights = edges.weights if self.stride == 1 else edges.weights * self.stride
-        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), weights)
+        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), edges.weights, self.stride)
         return output
 
-    def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor) -> None:
-        """Edges from positions `queries` to positions `keys` `[B, U, N, k]`; -1 for none."""
+    def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor, repeats: int = 1) -> None:
+        """Edges from positions `queries` to positions `keys` `[B, U, N, k]`, -1 for none; of `repeats` queries each."""
         self._queries.append(queries)
         self._keys.append(keys.int())
         self._weights.append(weights.float())
+        self._repeats.append(repeats)
 
     def of(self, row: int, graph: int) -> "GraphEdges":
         """The edges of one graph as they are now; nothing is copied yet."""
@@ -86,10 +85,11 @@ class EdgeStore:
             [queries[row] for queries in self._queries],
             [keys[row, units] for keys in self._keys],
             [weights[row, units] for weights in self._weights],
+            list(self._repeats),
         )
 
     def clear(self) -> None:
-        self._queries, self._keys, self._weights = [], [], []
+        self._queries, self._keys, self._weights, self._repeats = [], [], [], []
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         self._queries, self._keys, self._weights = (
@@ -101,38 +101,64 @@ class EdgeStore:
         return sum(x.untyped_storage().nbytes() for x in (*self._queries, *self._keys, *self._weights))
 
 
+class EdgeArrays(NamedTuple):
+    """Edges of one graph on the host, E of them.
+
+    Args:
+        query, key: `[E]` positions.
+        weight: `[E]` float64 attention of the query to the key.
+        repeats: `[E]` float64, how many queries the edge's query stands for.
+        seen: positions of all queries, of those without edges, too.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    weight: np.ndarray
+    repeats: np.ndarray
+    seen: np.ndarray
+
+
 class GraphEdges(NamedTuple):
     """Pieces of the edges of one graph: positions of queries `[N]`, of keys `[U, N, k]`, and weights; U > 1: summed."""
 
     queries: list[Tensor]
     keys: list[Tensor]
     weights: list[Tensor]
+    repeats: list[int]
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(query, key, weight) of every edge, and the positions of all queries. Waits for the device."""
+    def arrays(self) -> EdgeArrays:
+        """The edges one by one. Waits for the device."""
         parts = []
-        for queries, keys, weights in zip(self.queries, self.keys, self.weights):
+        for queries, keys, weights, repeats in zip(*self):
             keys, weights = keys.cpu().numpy(), weights.cpu().numpy().astype(np.float64) / keys.shape[0]
             sources = np.broadcast_to(queries.cpu().numpy()[None, :, None], keys.shape)
             real = (keys >= 0) & (weights > 0) & (sources >= 0)
-            parts.append((sources[real], keys[real], weights[real]))
-        query, key, weight = (np.concatenate(columns) for columns in zip(*parts))
+            parts.append((sources[real], keys[real], weights[real], np.full(int(real.sum()), float(repeats))))
+        columns = (np.concatenate(column) for column in zip(*parts))
         seen = np.concatenate([queries.cpu().numpy() for queries in self.queries])
-        return query, key, weight, seen[seen >= 0]
+        return EdgeArrays(*columns, seen[seen >= 0])
 
 
 def attention_graph(
-    query: np.ndarray, key: np.ndarray, weight: np.ndarray, num_nodes: int, direct_weight: float | int
+    query: np.ndarray,
+    key: np.ndarray,
+    weight: np.ndarray,
+    num_nodes: int,
+    direct_weight: float | int,
+    repeats: np.ndarray | float | int = 1,
 ) -> csr_matrix:
     """The symmetric graph of CommunityKV (arXiv 2610.00418, design 1), without self-loops, indices sorted.
 
-    `w = direct / 2 (A + A^T) + (1 - direct) A^T A`, where row m of A holds the top-k weights of query m. A query has k
-    edges and k^2 pairs of keys, so memory is linear in the number of tokens.
+    `w = direct / 2 (R A + (R A)^T) + (1 - direct) A^T R A`, where row m of A holds the top-k weights of query m and the
+    diagonal R says how many queries it stands for (the paper's graph: 1). A query has k edges and k^2 pairs of keys, so
+    memory is linear in the number of tokens.
     """
-    attention = csr_matrix((weight, (query, key)), shape=(num_nodes, num_nodes))
+    attention = csr_matrix((weight * repeats, (query, key)), shape=(num_nodes, num_nodes))
     graph = direct_weight / 2 * (attention + attention.T)
     if direct_weight < 1:
-        graph = graph + (1 - direct_weight) * (attention.T @ attention)
+        # The root on both sides, and not R on one, keeps the product symmetric to the last bit.
+        root = csr_matrix((weight * np.sqrt(repeats), (query, key)), shape=(num_nodes, num_nodes))
+        graph = graph + (1 - direct_weight) * (root.T @ root)
     graph = graph.tocsr()
     graph.setdiag(0)
     graph.eliminate_zeros()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from kvstitch.allocators.retrieval.graph import attention_graph
+from kvstitch.allocators.retrieval.graph import EdgeArrays, attention_graph
 from kvstitch.allocators.retrieval.partition import (
     Communities,
     capped,
@@ -59,19 +59,20 @@ class Partitioning:
     seed: int
     levels: int
 
-    def __call__(self, query: np.ndarray, key: np.ndarray, weight: np.ndarray, nodes: np.ndarray) -> Partitioned:
+    def __call__(self, edges: EdgeArrays, nodes: np.ndarray) -> Partitioned:
         """Regions of the marked tokens.
 
         Args:
-            query, key, weight: edges between positions.
+            edges: between positions.
             nodes: `[n]` bool, tokens that take part; edges that touch others are left out.
         """
-        inside = nodes[query] & nodes[key]
+        inside = nodes[edges.query] & nodes[edges.key]
         number = np.cumsum(nodes) - 1
         count = int(nodes.sum())
         if count == 0:
             return Partitioned(np.full(len(nodes), -1, np.int64), np.zeros(len(nodes)), float("nan"), float("nan"), 0)
-        graph = attention_graph(number[query[inside]], number[key[inside]], weight[inside], count, self.direct_weight)
+        query, key, weight, repeats = (column[inside] for column in edges[:4])
+        graph = attention_graph(number[query], number[key], weight, count, self.direct_weight, repeats)
         degrees = np.asarray(graph.sum(axis=1)).ravel()
         found = self._leiden(graph)
         labels, all_degrees = np.full(len(nodes), -1, np.int64), np.zeros(len(nodes))

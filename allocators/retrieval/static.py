@@ -52,7 +52,7 @@ class StaticIndex(PlainIndex):
         newest = np.argsort(-positions, kind="stable")
         if self._edges.is_empty or not len(positions):
             return newest
-        query, key, weight, _ = self._edges.of(row, head).arrays()
+        query, key, weight, _, _ = self._edges.of(row, head).arrays()
         nodes = int(max(query.max(initial=0), key.max(initial=0), positions.max())) + 1
         received = np.bincount(key, weight, nodes)[positions]
         graph = attention_graph(query, key, weight, nodes, self._direct_weight)[positions][:, positions].tocsr()

@@ -7,8 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstitch.allocators.retrieval import CommunityRetrieval, OracleRetrieval
+from kvstitch.evaluation import closed_loop
 from kvstitch.evaluation.closed_loop import closed_loop_sample
 from kvstitch.evaluation.models import LoadedModel
+from kvstitch.evaluation.streams import Stream
 from kvstitch.evaluation.tasks.base import Question, Sample
 from kvstitch.presses.retrieval import RetrievalPress
 
@@ -44,9 +46,9 @@ def loaded():
     return LoadedModel(model, Tokenizer())
 
 
-def metrics_of(loaded, allocator, budget=24, **options):
+def metrics_of(loaded, allocator, budget=24, speed_tokens=2, **options):
     press = RetrievalPress(allocator, budget, num_sinks=2, num_recent=4, **options)
-    return closed_loop_sample(loaded, press, Grader(), SAMPLE, speed_tokens=2).record["metrics"]
+    return closed_loop_sample(loaded, press, Grader(), SAMPLE, speed_tokens=speed_tokens).record["metrics"]
 
 
 def test_metrics_are_those_of_the_two_models(loaded):
@@ -92,6 +94,25 @@ def test_questions_and_speed(loaded):
     metrics = metrics_of(loaded, COMMUNITY)
     assert metrics["accuracy"] == metrics["dense_accuracy"] == 1 and metrics["answer_tokens"] == 3
     assert metrics["decode_tokens_per_second"] > 0 and metrics["dense_decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("refresh", [None, 8])
+def test_the_share_of_indices_is_that_of_the_run_that_was_measured(loaded, monkeypatch, refresh):
+    """Numerator and denominator, prompt, trace and questions included, next to what events and streams say themselves."""
+    streams, events = [], []
+
+    class Noted(Stream):
+        def __post_init__(self):
+            super().__post_init__()
+            streams.append(self)
+
+    monkeypatch.setattr(closed_loop, "Stream", Noted)
+    allocator = dataclasses.replace(COMMUNITY, refresh=refresh)
+    # Without timed steps: indices that they renew are no part of the measured run.
+    metrics = metrics_of(loaded, allocator, speed_tokens=0, on_event=events.append)
+    assert (len(events) > 1) == (refresh is not None)
+    expected = sum(event.observe_seconds + event.seconds for event in events) / streams[0].seconds
+    assert metrics["event_time_share"] == pytest.approx(expected, rel=1e-9) and 0 < expected < 1
 
 
 def test_a_watcher_is_told_and_changes_nothing(loaded):

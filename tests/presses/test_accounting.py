@@ -1,5 +1,7 @@
 """What a run says it stores is what is stored."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -88,6 +90,21 @@ def test_a_budget_in_bytes(llama, random_tokens, key_hash, shaped_topk):
         decode(llama, random_tokens(1, 30), 5, lambda: None)
         run.compact()
     assert run.stored_tokens == [11] * 4
+
+
+def test_a_budget_filled_by_what_is_protected_is_said(llama, key_hash, shaped_topk):
+    """Before anything runs; in bytes as soon as the model tells what a slot costs."""
+    allocator, per_slot = shaped_topk(), 4 * 2 * 2 * 16 * 4
+    protected = allocator.num_sinks + allocator.num_recent
+    with pytest.warns(UserWarning, match=rf"fill the {protected} slots of `budget`={protected} tokens"):
+        EvictionPress(key_hash, allocator, protected)
+    press = EvictionPress(key_hash, allocator, f"{per_slot * protected}B")
+    with pytest.warns(UserWarning, match=rf"fill the {protected} slots of `budget`={per_slot * protected} bytes"):
+        press(llama)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EvictionPress(key_hash, allocator, f"{per_slot * (protected + 1)}B")(llama)
+        EvictionPress(key_hash, allocator, protected + 1)(llama)
 
 
 def test_half_precision_and_bfloat16(llama, random_tokens, key_hash, shaped_topk):

@@ -1,6 +1,7 @@
 """Life of a retrieval press: dense when it should be, complete always, state with the request, errors before anything runs."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -288,6 +289,15 @@ def test_a_scorer_can_order_the_members(llama, random_tokens, key_hash):
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RetrievalPress(COMMUNITY, **options)
+
+
+def test_a_budget_in_bytes_that_buys_too_little_is_refused_before_anything_runs(llama):
+    """What a step reads of the indexed layers counts: with fewer of them the same bytes buy more."""
+    per_slot = 2 * 2 * 16 * 4  # keys and values, kv heads, head dim, float32
+    press = RetrievalPress(COMMUNITY, f"{per_slot * 4 * 6}B", **SMALL)
+    with pytest.raises(ValueError, match="buys 6 slots.*need 7|at least 7 slots, got 6"):
+        press(llama)
+    dataclasses.replace(press, dense_layers=1)(llama)
 
 
 def test_wrong_parts_are_refused(llama, key_hash, random_tokens):

@@ -244,7 +244,7 @@ def test_static_eviction_reads_the_same_at_every_step(make_layer, read_plan):
             retrieved = [set(x[row, head, SINKS + RECENT :].tolist()) for x in reads]
             assert all(each == retrieved[0] for each in retrieved) and len(retrieved[0]) == 18
             received = {p: 0.0 for p in range(70)}
-            _, keys, weights, _ = index._edges.of(row, head).arrays()
+            _, keys, weights, *_ = index._edges.of(row, head).arrays()
             for key, weight in zip(keys, weights):
                 received[int(key)] += weight
             assert max(received, key=lambda p: received[p] * (p <= 60 - 9 * row)) in retrieved[0]

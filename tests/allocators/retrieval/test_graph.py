@@ -22,6 +22,23 @@ def dense_graph(attention, direct):
 
 
 @pytest.mark.parametrize("direct", [0.0, 0.5, 1.0])
+def test_a_query_that_stands_for_several_counts_as_if_they_were_all_there(direct):
+    """Queries 10 to 15 with three copies of each among 10 keys that are no queries: two graphs, the same among the keys."""
+    draw = np.random.default_rng(1)
+    attention = draw.random((6, 10)) * (draw.random((6, 10)) < 0.5)
+    query, key = attention.nonzero()
+    weight, times = attention[query, key], np.array([1, 3, 3, 1, 3, 3])
+    few = attention_graph(10 + query, key, weight, 28, direct, times[query].astype(float))
+    copies = [
+        (10 + int(times[:q].sum()) + copy, k, w) for q, k, w in zip(query, key, weight) for copy in range(times[q])
+    ]
+    many = attention_graph(*(np.array(column) for column in zip(*copies)), 28, direct)
+    assert np.abs((few - many)[:10, :10]).max() < 1e-12 and (few != few.T).nnz == 0
+    degrees = [np.asarray(graph.sum(axis=1)).ravel()[:10] for graph in (few, many)]
+    assert np.abs(degrees[0] - degrees[1]).max() < 1e-12 and degrees[0].any()
+
+
+@pytest.mark.parametrize("direct", [0.0, 0.5, 1.0])
 def test_graph_is_the_formula(direct):
     draw = np.random.default_rng(0)
     attention = np.tril(draw.random((12, 12))) * (draw.random((12, 12)) < 0.4)
@@ -73,7 +90,7 @@ def test_edges_are_the_largest_weights(aggregation, pieces, pad):
     weights = weights_of(query, keys, pad, 2, aggregation)
     assert store.num_graphs == {"query_group": 2, "per_head": 4, "per_layer": 1}[aggregation]
     for graph in range(store.num_graphs):
-        sources, targets, values, seen = store.of(0, graph).arrays()
+        sources, targets, values, _, seen = store.of(0, graph).arrays()
         assert sorted(seen.tolist()) == list(range(40 - pad))
         found = np.zeros((40 - pad, 40 - pad))
         np.add.at(found, (sources, targets), values)
@@ -89,7 +106,7 @@ def test_edges_are_the_largest_weights(aggregation, pieces, pad):
 @pytest.mark.parametrize("pieces", [[40], [17, 15, 8]])
 @pytest.mark.parametrize("pad", [0, 6])
 def test_a_stride_keeps_the_edges_of_some_tokens(pieces, pad):
-    """Those of tokens 3, 6, 9, …, with three times the weight, whatever the chunks and the padding; all are nodes."""
+    """Those of tokens 3, 6, 9, …, each for three, whatever the chunks and the padding; all are nodes."""
     query, keys, positions = layer(pad=pad)
     every, some = EdgeStore(3, 2, "query_group"), EdgeStore(3, 2, "query_group", stride=3)
     for store, sizes in ((every, [40]), (some, pieces)):
@@ -99,11 +116,12 @@ def test_a_stride_keeps_the_edges_of_some_tokens(pieces, pad):
             store.observe(chunk, keys[:, :, seen], positions[:, :, seen], pad > 0, 0.3, None, None)
             start += size
     for graph in range(2):
-        sources, targets, values, _ = every.of(0, graph).arrays()
+        sources, targets, values, repeats, _ = every.of(0, graph).arrays()
         third = (sources + 1) % 3 == 0
-        expected = dict(zip(zip(sources[third], targets[third]), 3 * values[third]))
-        sources, targets, values, seen = some.of(0, graph).arrays()
-        assert dict(zip(zip(sources, targets), values)) == pytest.approx(expected, rel=1e-5)
+        expected = dict(zip(zip(sources[third], targets[third]), values[third]))
+        assert (repeats == 1).all()
+        sources, targets, values, repeats, seen = some.of(0, graph).arrays()
+        assert dict(zip(zip(sources, targets), values)) == pytest.approx(expected, rel=1e-5) and (repeats == 3).all()
         assert sorted(seen.tolist()) == list(range(40 - pad))
 
 
@@ -114,7 +132,7 @@ def test_merged_heads_leave_merged_edges():
         store.observe(query, keys, positions, False, 0.3, None, None)
     expected = topk_edges(query, keys, 0.3, 3, 2, group_mean="merged")
     for graph in range(2):
-        sources, targets, values, _ = stores["merged"].of(0, graph).arrays()
+        _, targets, values, *_ = stores["merged"].of(0, graph).arrays()
         listed = expected.indices[0, graph] >= 0
         assert targets.tolist() == expected.indices[0, graph][listed].tolist()
         assert values == pytest.approx(expected.weights[0, graph][listed].numpy())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.sparse import block_diag, csr_matrix
 
+from kvstitch.allocators.retrieval.graph import EdgeArrays
 from kvstitch.allocators.retrieval.partition import (
     capped,
     chunks,
@@ -155,14 +156,14 @@ def clique_edges(cliques=4, size=5):
     """Every token attends to the earlier ones of its clique."""
     pairs = [(c * size + i, c * size + j) for c in range(cliques) for i in range(size) for j in range(i)]
     query, key = (np.array(x) for x in zip(*pairs))
-    return query, key, np.full(len(query), 0.3)
+    return EdgeArrays(query, key, np.full(len(query), 0.3), np.ones(len(query)), np.arange(cliques * size))
 
 
 @pytest.mark.parametrize("partition", ["leiden", "connected_components"])
 def test_partitioning_keeps_to_its_nodes(partition):
     nodes = np.ones(22, bool)
     nodes[[0, 7]] = False
-    found = make(partition=partition)(*clique_edges(), nodes)
+    found = make(partition=partition)(clique_edges(), nodes)
     assert (found.labels[[0, 7]] == -1).all() and found.degrees[0] == 0
     groups = [set(found.labels[[i for i in range(c * 5, c * 5 + 5) if nodes[i]]]) for c in range(4)]
     assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) == 4
@@ -173,18 +174,18 @@ def test_partitioning_keeps_to_its_nodes(partition):
 @pytest.mark.parametrize("partition", ["top_k_neighbourhoods", "chunks", "random"])
 def test_the_ablation_has_as_many_regions(partition):
     nodes = np.ones(20, bool)
-    like, other = make()(*clique_edges(), nodes), make(partition=partition)(*clique_edges(), nodes)
+    like, other = make()(clique_edges(), nodes), make(partition=partition)(clique_edges(), nodes)
     assert other.num_regions == like.num_regions == 4
 
 
 def test_no_nodes_at_all():
-    found = make()(*clique_edges(1), np.zeros(5, bool))
+    found = make()(clique_edges(1), np.zeros(5, bool))
     assert (found.labels == -1).all() and found.num_regions == 0
 
 
 def test_levels_are_made_of_whole_regions():
     graph_edges = clique_edges(cliques=40, size=4)
-    found = make(levels=3)(*graph_edges, np.ones(160, bool))
+    found = make(levels=3)(graph_edges, np.ones(160, bool))
     labels = [found.labels, *found.coarse]
     assert len(labels) == 3
     for fine, coarse in zip(labels, labels[1:]):
