@@ -34,9 +34,9 @@ class CommunityRetrieval(RetrievingAllocator):
             ("per_head", whose index holds a list of slots as storage has one order only), or per layer.
         group_mean: how the heads of a group are averaged: "exact", or "merged", the top k of each head added up, which
             takes a GPU one pass over the keys instead of two (see `topk_attention`).
-        edge_stride: tokens of the prompt whose number is no multiple of this leave no edges; 1: all do. Finding edges,
-            the graph and Leiden cost that much less, tokens that nobody attends to may stay without edges, and co-attention
-            counts so many times as much beside direct attention.
+        edge_stride: tokens of the prompt whose number is no multiple of this leave no edges, and the others count so many
+            times; 1: all do. Finding edges, the graph and Leiden cost that much less; tokens that nobody attends to may
+            stay without edges.
         sinks_in_graph: whether sinks have edges; they are read at every step in any case.
         partition: what cuts the graph: "leiden", or for the ablation "connected_components", "top_k_neighbourhoods",
             "kmeans" (on keys), "chunks" or "random", the last four with as many regions as Leiden finds.

@@ -13,12 +13,12 @@ from kvstitch.allocators.retrieval.exact import best_of_shortlist, rank_range
 from kvstitch.allocators.retrieval.growth import Growth
 from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
-from kvstitch.allocators.retrieval.ranges import expand_ranges, unit_steps
 from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
 from kvstitch.allocators.retrieval.rows import gather_known_rows
 from kvstitch.allocators.retrieval.scoring import Ratings, combined, query_rows, rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
 from kvstitch.allocators.retrieval.tree import RegionTree, build_levels, score_columns, sorted_by_parent
+from kvstitch.kernels.common.ranges import expand_ranges, unit_steps
 from kvstitch.views import LayerView
 
 TRUNCATIONS = ("recent", "score", "exact")

@@ -8,9 +8,9 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.layout import without_gaps
-from kvstitch.allocators.retrieval.ranges import expand_ranges, unit_steps
 from kvstitch.allocators.retrieval.scoring import combined
 from kvstitch.allocators.retrieval.store import RegionStore
+from kvstitch.kernels.common.ranges import expand_ranges, unit_steps
 from kvstitch.kernels.common.rows import gather_rows
 
 # Regions or nodes that share a parent, about.

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from kvstitch.kernels.common import ranges
 from kvstitch.kernels.common.dispatch import require_triton_dtype, resolve_implementation
 from kvstitch.kernels.sparse_decode.reference import sparse_decode_reference
 
@@ -96,10 +97,8 @@ def expand_ranges(
 
     Returns: -1 after the last slot.
     """
-    ends = lengths.long().cumsum(dim=-1)
-    column = torch.arange(width, device=starts.device).expand(*starts.shape[:2], width).contiguous()
-    range_index = torch.searchsorted(ends, column, right=True)
-    inside = range_index < starts.shape[-1]
-    range_index = range_index.clamp(max=starts.shape[-1] - 1)
-    shift = (starts - ends + lengths).gather(-1, range_index)
-    return torch.where(inside, column + shift, -1)
+    lengths = lengths.long()
+    ends = lengths.cumsum(dim=-1)
+    steps = ranges.unit_steps(*starts.shape[:2], width, starts.device)
+    slots = ranges.expand_ranges(starts.long(), lengths, ends, steps)[..., :width]
+    return slots.masked_fill(torch.arange(width, device=starts.device) >= ends[..., -1:], -1)
