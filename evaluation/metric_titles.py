@@ -77,7 +77,7 @@ _PRESSED_ONLY = (
     ("read_slots", "slots read, kv head and step", _decimals(0)),
     ("mass_recall", "attention mass recall", write_percent),
     ("mass_recall_worst", "recall, worst tenth of heads", write_percent),
-    ("communities", "communities a graph", _decimals(0)),
+    ("communities", "communities", _decimals(0)),
     ("modularity", "modularity", _decimals(3)),
     ("resolution", "γ", "{:.3g}".format),
     ("graph_tokens", "tokens in a graph", _decimals(0)),
@@ -90,8 +90,13 @@ _PRESSED_ONLY = (
     ("event_seconds", "seconds an event", _decimals(3)),
     ("event_time_share", "time in events", write_percent),
 )
-METRICS = {
+KNOWN_METRICS = {
     name: Metric(name, title, write, has_dense)
     for metrics, has_dense in ((_BOTH_SIDES, True), (_PRESSED_ONLY, False))
     for name, title, write in metrics
 }
+
+
+def known(*names: str) -> tuple[Metric, ...]:
+    """Metrics by their names, in this order."""
+    return tuple(KNOWN_METRICS[name] for name in names)

@@ -1,71 +1,54 @@
 """The closing table of a run, drawn from `metrics.json` alone."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvstitch.evaluation.metric_titles import known
 
-class Row(NamedTuple):
-    """One line of the table: a metric, its counterpart of the dense model, how to write a value."""
-
-    title: str
-    metric: str
-    dense_metric: str | None
-    write: Callable[[float], str]
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def write_bytes(value: float) -> str:
-    """`3.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
-
-
-ROWS = (
-    Row("answers right", "accuracy", "dense_accuracy", _percent),
-    Row("right in one of the draws", "pass_at_k", "dense_pass_at_k", _percent),
-    Row("answer tokens", "answer_tokens", "dense_answer_tokens", "{:.1f}".format),
-    Row("answers cut short", "truncated", "dense_truncated", _percent),
-    Row("repeated 4-grams", "repetition", "dense_repetition", _percent),
-    Row("NLL, nats a token", "nll", "dense_nll", "{:.4f}".format),
-    Row("NLL difference", "nll_difference", None, "{:+.4f}".format),
-    Row("KL(dense || pressed)", "kl", None, "{:.4f}".format),
-    Row("top-1 agreement", "top1_agreement", None, _percent),
-    Row("regions wiped out", "wiped_regions", None, _percent),
-    Row("kept again (IoU)", "retained_iou", None, _percent),
-    Row("slots a kv head, mean", "mean_slots", "dense_mean_slots", "{:.0f}".format),
-    Row("slots a kv head, peak", "peak_slots", "dense_peak_slots", "{:.0f}".format),
-    Row("KV storage, mean", "mean_kv_bytes", "dense_mean_kv_bytes", write_bytes),
-    Row("KV storage, peak", "kv_bytes", "dense_kv_bytes", write_bytes),
-    Row("held beside it, peak", "auxiliary_bytes", None, write_bytes),
-    Row("GPU memory, peak", "peak_device_bytes", "dense_peak_device_bytes", write_bytes),
-    Row("slots read, kv head and step", "read_slots", None, "{:.0f}".format),
-    Row("bytes read a step, index included", "read_bytes", "dense_read_bytes", write_bytes),
-    Row("attention mass recall", "mass_recall", None, _percent),
-    Row("… of the worst tenth of heads", "mass_recall_worst", None, _percent),
-    Row("communities a graph", "communities", None, "{:.0f}".format),
-    Row("modularity", "modularity", None, "{:.3f}".format),
-    Row("bytes held beside K and V", "index_share", None, _percent),
-    Row("seconds for edges", "observe_seconds", None, "{:.2f}".format),
-    Row("seconds in the background", "background_seconds", None, "{:.2f}".format),
-    Row("seconds for indices", "index_seconds", None, "{:.2f}".format),
-    Row("… waiting for the background", "exposed_seconds", None, "{:.2f}".format),
-    Row("decoded tokens/s", "decode_tokens_per_second", "dense_decode_tokens_per_second", "{:.1f}".format),
-    Row("events a sample", "events", None, "{:.1f}".format),
-    Row("seconds an event", "event_seconds", None, "{:.3f}".format),
-    Row("time in events", "event_time_share", None, _percent),
+ROWS = known(
+    "accuracy",
+    "pass_at_k",
+    "answer_tokens",
+    "truncated",
+    "repetition",
+    "nll",
+    "nll_difference",
+    "kl",
+    "top1_agreement",
+    "wiped_regions",
+    "retained_iou",
+    "mean_slots",
+    "peak_slots",
+    "mean_kv_bytes",
+    "kv_bytes",
+    "auxiliary_bytes",
+    "peak_device_bytes",
+    "read_slots",
+    "read_bytes",
+    "mass_recall",
+    "mass_recall_worst",
+    "communities",
+    "modularity",
+    "index_share",
+    "observe_seconds",
+    "background_seconds",
+    "index_seconds",
+    "exposed_seconds",
+    "decode_tokens_per_second",
+    "events",
+    "event_seconds",
+    "event_time_share",
 )
 # An answer of a replay is a few tokens by design: how many they are tells nothing about the method.
 _ONLY_GENERATED = {"answer_tokens", "truncated", "repetition"}
+ROOM_FOR_GROWTH = (
+    "KV storage is larger than the dense model's although no more slots are stored: compressed caches take room for many "
+    "tokens at once, which weighs on short samples"
+)
 
 
 def print_table(summary: Mapping[str, Any], console: Console) -> None:
@@ -86,9 +69,9 @@ def build_table(summary: Mapping[str, Any]) -> Table:
         table.add_column(run["press"], justify="right")
     table.add_column("dense", justify="right")
     for row in ROWS:
-        if row.metric in _ONLY_GENERATED and run["mode"] != "generate":
+        if row.name in _ONLY_GENERATED and run["mode"] != "generate":
             continue
-        cells = [_cell(metrics.get(name), row.write) for name in (row.metric, row.dense_metric) if name or has_press]
+        cells = [_cell(metrics.get(name), row.write) for name in (row.name, row.dense) if name or has_press]
         cells = cells if has_press else cells[-1:]
         if any(cells):
             table.add_row(row.title, *(cell or "–" for cell in cells))
@@ -157,6 +140,8 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
     skipped = summary.get("skipped_records", ())
     if skipped:
         found.append(Text(f"{len(skipped)} malformed records were skipped, the first: {skipped[0]}", style="yellow"))
+    if only_room_is_larger(lambda name: summary["metrics"].get(name, {}).get("mean")):
+        found.append(Text(f"{ROOM_FOR_GROWTH}.", style="yellow"))
     reused = summary["metrics"].get("dense_reused")
     if reused is not None and reused["mean"]:
         found.append(
@@ -167,3 +152,16 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
             )
         )
     return found
+
+
+def only_room_is_larger(mean: Callable[[str], float | None]) -> bool:
+    """Whether more bytes than the dense model's hold no more slots, so that the difference is room for growth.
+
+    Args:
+        mean: of a metric, by its name; None if no sample has it.
+    """
+    for stored, slots in (("kv_bytes", "peak_slots"), ("mean_kv_bytes", "mean_slots")):
+        values = [mean(name) for name in (stored, f"dense_{stored}", slots, f"dense_{slots}")]
+        if None not in values and values[0] > values[1] and values[2] <= values[3]:
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 python scripts/compare.py runs --base GlobalTopK
 python scripts/compare.py runs --part scorer --base TOVA --metric top1_agreement
+python scripts/compare.py runs --part method --base dense --metric accuracy
 """
 
 import argparse
@@ -10,11 +11,17 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.report import find_runs
-from kvstitch.evaluation.report.paired import PARTS, Comparison, compare
+from kvstitch.evaluation.report.choices import PARTS
+from kvstitch.evaluation.report.paired import Comparison, compare, left_out
 from kvstitch.evaluation.report.runs import grouped
+
+_TEXT_COLUMNS = 2
+# Into a file or a pipe nothing has to be folded.
+_FILE_WIDTH = 160
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,26 +38,34 @@ def main(arguments: list[str] | None = None) -> int:
         for reason, names in grouped(problems):
             print(f"left out, {reason}: {', '.join(names)}", file=sys.stderr)
         rows = compare(runs, options.base, options.part, options.metric)
+        for reason, names in left_out(runs, rows, options.base, options.part, options.metric):
+            print(f"left out, {reason}: {', '.join(names)}", file=sys.stderr)
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     titles = ["the rest", options.part, f"{options.metric}, {options.base}", options.metric, "difference", "lower in"]
     lines = [_cells(row) for row in rows]
     if options.markdown:
-        for line in [titles, ["---", "---", *["---:"] * 4], *lines]:
+        for line in [titles, [*["---"] * _TEXT_COLUMNS, *["---:"] * (len(titles) - _TEXT_COLUMNS)], *lines]:
             print(f"| {' | '.join(line)} |")
         return 0
-    table = Table(*titles, title=f"sample by sample against {options.base}: mean difference ± standard error")
+    table = Table(title=Text(f"sample by sample against {options.base}: mean difference ± standard error"))
+    for place, title in enumerate(titles):
+        # Cut short names would be alike, and a number would be another one.
+        table.add_column(Text(title), justify="left" if place < _TEXT_COLUMNS else "right", overflow="fold")
     for line in lines:
-        table.add_row(*line)
-    Console().print(table)
+        table.add_row(*map(Text, line))
+    console = Console()
+    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(table)
     return 0
 
 
 def _cells(row: Comparison) -> list[str]:
-    error = "" if row.error is None else f" ± {row.error:.4f}"
-    numbers = [f"{row.base:.4f}", f"{row.mean:.4f}", f"{row.difference:+.4f}{error}", f"{row.lower} of {row.n}"]
-    return [row.others, row.choice, *numbers]
+    # Bytes and counts of tokens need no decimals.
+    form = ".4f" if max(abs(row.base), abs(row.mean)) < 1000 else ",.0f"
+    error = "" if row.error is None else f" ± {row.error:{form}}"
+    numbers = [f"{row.base:{form}}", f"{row.mean:{form}}", f"{row.difference:+{form}}{error}"]
+    return [row.others, row.choice, *numbers, f"{row.lower} of {row.n}"]
 
 
 if __name__ == "__main__":

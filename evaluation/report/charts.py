@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from kvstitch.evaluation.metric_titles import KNOWN_METRICS
 from kvstitch.evaluation.report.line_chart import LineChart, Series
 from kvstitch.evaluation.report.runs import Run
 from kvstitch.evaluation.report.sections import Section
@@ -12,17 +13,17 @@ from kvstitch.evaluation.report.sheets import quality_measures
 from kvstitch.evaluation.report.svg import COLOURS, HeatMap
 
 _DEPTH_BINS, _MOST_ROWS = 10, 12
-# Metric, title, what one unit of the axis is.
-_COST = (("kv_bytes", "KV storage, peak, MiB", 2**20), ("decode_tokens_per_second", "decoded tokens/s", 1))
+# Metric, name of the axis's unit where the title has none, what one unit is.
+_COST = (("kv_bytes", ", MiB", 2**20), ("decode_tokens_per_second", "", 1))
 
 
 def budget_charts(section: Section) -> list[str]:
     """Every quality measure against the budget, with the dense line and standard errors; then memory and speed."""
     drawn = []
     for measure in quality_measures(section):
-        drawn += _charts(section, measure.metric, measure.title, percent=measure.percent)
-    for metric, title, unit in _COST:
-        drawn += _charts(section, metric, title, unit)
+        drawn += _charts(section, measure.name, measure.title, percent=measure.percent)
+    for metric, name, unit in _COST:
+        drawn += _charts(section, metric, KNOWN_METRICS[metric].title + name, unit)
     return drawn
 
 

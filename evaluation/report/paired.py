@@ -1,22 +1,21 @@
 """Which of two choices is better on the same samples: differences sample by sample, with their standard error."""
 
 import difflib
-import importlib
-import inspect
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvstitch.evaluation.records import RunError, config_hash
+from kvstitch.evaluation.report.choices import DENSE, PARTS, Rest, choice, rest_of
 from kvstitch.evaluation.report.runs import Run
 
-PARTS = ("allocator", "scorer", "press")
 _HOW_MANY = ("num_samples", "shard", "num_shards")
-# Where the samples came from does not tell two rows apart, and where the records lie changes nothing.
-_NOT_THE_METHOD = ("task", "seed", "output_dir", "reuse_dense", "speed_tokens", "on_error")
+# Means over the tokens that were compared, which two presses may not share.
+_OVER_TOKENS = ("kl", "top1_agreement", "nll", "nll_difference")
+_MOST_TITLES = 3
 
 
 @dataclass(frozen=True)
@@ -44,70 +43,137 @@ class Comparison:
     n: int
 
 
+@dataclass
+class _Figures:
+    """A metric by sample: of a choice, and of the dense model beside it."""
+
+    own: dict[tuple, float] = field(default_factory=dict)
+    dense: dict[tuple, float] = field(default_factory=dict)
+
+
+_Table = Mapping[Rest, Mapping[str, _Figures]]
+
+
 def compare(runs: Sequence[Run], base: str, part: str = "allocator", metric: str = "kl") -> list[Comparison]:
-    """Every choice of one part of the method against `base`, where all the rest is the same.
+    """Every choice of one part of the method, or every whole method, against `base`, where all the rest is the same.
 
     A choice is named by its class and by the options that differ from the defaults of the class, e.g.
-    `SegmentQuota(credit=False)`. Samples of all tasks and seeds count alike.
+    `SegmentQuota(credit=False)`; see `choices.choice`. Samples of all tasks and seeds count alike. Among methods the dense
+    model is one, too, at every budget: its figures are those that each run has beside its own, so that both are from the
+    same samples and, where a metric is a mean over tokens, from the same tokens.
 
     Args:
         runs: what `find_runs` gives.
         base: name of the choice that the others are compared with.
-        part: "allocator", "scorer" or "press" (with all its options, of which scorer and allocator are left out).
+        part: "allocator", "scorer", "press" (with its own options) or "method", all three together.
         metric: of `predictions.jsonl`.
 
     Raises:
         RunError: no run with that base, or none with that metric.
     """
-    table: dict[_Rest, dict[str, dict[tuple, float]]] = defaultdict(lambda: defaultdict(dict))
+    table: dict[Rest, dict[str, _Figures]] = defaultdict(lambda: defaultdict(_Figures))
+    names: set[str] = set()
     for run in runs:
-        chosen = _choice(run, part)
+        chosen = choice(run, part)
         if chosen is None:
             continue
-        values, known = dict(_values(run, metric)), table[_others(run, part)][chosen]
-        if values.keys() & known.keys():
-            raise RunError(f"{run.path} holds samples that another run of {chosen} holds, too: leave one of them out")
-        known |= values
-    names = sorted({name for choices in table.values() for name in choices})
+        names |= {chosen, DENSE} if part == "method" else {chosen}
+        if chosen != DENSE:
+            _take_in(run, chosen, metric, table[rest_of(run, part)][chosen])
     if base not in names:
         raise RunError(
-            f"no run has the {part} {base!r}; there are {', '.join(names) or 'none'}{_hint(runs, base, names)}"
+            f"no run has the {part} {base!r}; there are {', '.join(sorted(names)) or 'none'}{_hint(runs, base, names)}"
         )
     rows = [
         row
-        for others, choices in sorted(table.items())
-        if base in choices
-        for name, values in sorted(choices.items())
+        for rest, choices in sorted(table.items())
+        for name in sorted({*choices, DENSE} if part == "method" else choices)
         if name != base
-        for row in _compared(_titled(others, table), name, choices[base], values)
+        for row in _compared(_titled(rest, table), name, *_pair(choices, base, name))
     ]
     if not rows:
-        raise RunError(f"nothing to compare: {_why(runs, metric) or f'{base!r} shares no sample with another {part}'}")
+        raise RunError(f"nothing to compare: {_why(runs, base, part, metric, table)}")
     return rows
 
 
-def _titled(rest: "_Rest", table: Mapping["_Rest", object]) -> str:
+def left_out(
+    runs: Sequence[Run], rows: Sequence[Comparison], base: str, part: str, metric: str
+) -> list[tuple[str, list[str]]]:
+    """Choices that were run and are in none of the rows, by the reason."""
+    names = {chosen for run in runs if (chosen := choice(run, part)) is not None} - {base}
+    lacking = sorted(name for name in names if metric not in _metrics(runs, name, part))
+    apart = sorted(names - {row.choice for row in rows} - set(lacking))
+    tokens = " or compared token" if metric in _OVER_TOKENS else ""
+    reasons = {f"no sample has {metric!r}": lacking, f"no sample{tokens} in common with {base}": apart}
+    return [(reason, found) for reason, found in reasons.items() if found]
+
+
+def _take_in(run: Run, chosen: str, metric: str, into: _Figures) -> None:
+    own, dense = (dict(_values(run, metric, prefix)) for prefix in ("", "dense_"))
+    if own.keys() & into.own.keys():
+        raise RunError(f"{run.path} holds samples that another run of {chosen} holds, too: leave one of them out")
+    into.own |= own
+    into.dense |= dense
+
+
+def _pair(choices: Mapping[str, _Figures], base: str, name: str) -> tuple[Mapping, Mapping]:
+    """Figures of the base and of another choice; the dense model's are those beside the other."""
+    if base == DENSE:
+        return choices[name].dense, choices[name].own
+    if base not in choices:
+        return {}, {}
+    return choices[base].own, choices[base].dense if name == DENSE else choices[name].own
+
+
+def _titled(rest: Rest, table: _Table) -> str:
     """Its title, with the hash where two rows would read alike."""
     alike = sum(other.title == rest.title for other in table)
     return rest.title if alike == 1 else f"{rest.title} [{rest.digest[:6]}]"
 
 
-def _why(runs: Sequence[Run], metric: str) -> str | None:
-    """Says that no record has the metric, and which one is near."""
+def _why(runs: Sequence[Run], base: str, part: str, metric: str, table: _Table) -> str:
+    """What the base, or all of them, lack."""
     known = {name for run in runs for record in run.records for name in record.get("metrics") or {}}
-    if metric in known:
-        return None
-    near = difflib.get_close_matches(metric, sorted(known), n=1, cutoff=0.3)
-    return f"no sample has {metric!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if metric not in known:
+        near = difflib.get_close_matches(metric, sorted(known), n=1, cutoff=0.3)
+        return f"no sample has {metric!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    has = _metrics(runs, base, part)
+    if metric not in has:
+        return f"no sample of {base!r} has {metric!r}; it has {', '.join(sorted(has))}"
+    here = [_titled(rest, table) for rest, choices in sorted(table.items()) if base in choices]
+    there = [_titled(rest, table) for rest, choices in sorted(table.items()) if choices.keys() - {base}]
+    where = (
+        f"; it was run with {_some(here)}; others with {_some(there)}"
+        if here and there and not {*here} & {*there}
+        else ""
+    )
+    tokens = " or compared token" if metric in _OVER_TOKENS else ""
+    return f"{base!r} shares no sample{tokens} with another {part}{where}"
 
 
-def _hint(runs: Sequence[Run], base: str, names: Sequence[str]) -> str:
-    """The nearest name of this part, or the part that has the name."""
+def _some(titles: Sequence[str]) -> str:
+    return " | ".join(titles[:_MOST_TITLES]) + (" | …" if len(titles) > _MOST_TITLES else "")
+
+
+def _metrics(runs: Sequence[Run], name: str, part: str) -> set[str]:
+    """Metrics that any sample of a choice has a number for."""
+    prefix = "dense_" if name == DENSE else ""
+    return {
+        key.removeprefix(prefix)
+        for run in runs
+        if name in (DENSE, choice(run, part))
+        for record in run.records
+        for key, value in (record.get("metrics") or {}).items()
+        if key.startswith(prefix) and _is_number(value)
+    }
+
+
+def _hint(runs: Sequence[Run], base: str, names: set[str]) -> str:
+    """The part that has the name, or the nearest name of this part."""
     for other in PARTS:
-        found = {chosen for run in runs if (chosen := _choice(run, other)) is not None}
-        if base in found - set(names):
+        if any(choice(run, other) == base for run in runs):
             return f"; {base!r} is a choice of --part {other}"
-    lower = {name.lower(): name for name in names}
+    lower = {name.lower(): name for name in sorted(names)}
     near = difflib.get_close_matches(base.lower().replace("_", ""), lower, n=1, cutoff=0.3)
     return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
@@ -129,69 +195,19 @@ def _compared(others: str, name: str, base: Mapping, values: Mapping) -> Iterato
         )
 
 
-def _values(run: Run, metric: str) -> Iterator[tuple[tuple, float]]:
-    """The metric of each sample, by task, seed and sample."""
+def _values(run: Run, metric: str, prefix: str) -> Iterator[tuple[tuple, float]]:
+    """The metric of each sample, by task, seed and sample, and by the number of tokens where it is a mean over them.
+
+    These end with the trace, so that as many are the same ones.
+    """
     drawn = {key: value for key, value in run.config["task"].items() if key not in _HOW_MANY}
     task = config_hash(drawn | {"seed": run.config["seed"]})
     for record in run.records:
-        value = (record.get("metrics") or {}).get(metric)
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield (task, record["id"]), float(value)
+        metrics = record.get("metrics") or {}
+        value = metrics.get(prefix + metric)
+        if _is_number(value):
+            yield (task, record["id"], metrics.get("compared_tokens") if metric in _OVER_TOKENS else None), float(value)
 
 
-def _choice(run: Run, part: str) -> str | None:
-    options = run.config.get(part) or run.config["press"].get(part)
-    if options is None:
-        return None
-    return named({name: value for name, value in options.items() if name not in PARTS and name != "budget"})
-
-
-def named(options: Mapping[str, Any]) -> str:
-    """`SegmentQuota(credit=False)`: the class, and what differs from its defaults."""
-    target = str(options["_target_"])
-    path, _, name = target.rpartition(".")
-    defaults = _defaults(path, name)
-    changed = [
-        f"{key}={value}"
-        for key, value in sorted(options.items())
-        if key != "_target_" and not (key in defaults and defaults[key] == value)
-    ]
-    return f"{name}({', '.join(changed)})" if changed else name
-
-
-def _defaults(path: str, name: str) -> dict[str, Any]:
-    """Of a class; none for one that this installation does not have, whose options are then all shown."""
-    try:
-        made = getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError, ValueError):
-        return {}
-    return {key: item.default for key, item in inspect.signature(made).parameters.items()}
-
-
-def _others(run: Run, part: str) -> "_Rest":
-    """What two runs must share besides the part: all that can change a figure."""
-    parts = [run.config.get(name) or run.config["press"].get(name) for name in ("scorer", "allocator") if name != part]
-    shown = [] if part == "press" else [named(options) for options in parts if options]
-    rest = {key: value for key, value in run.config.items() if key not in (*_NOT_THE_METHOD, *PARTS)}
-    if part != "press":
-        rest["press"] = _own(run.config["press"])
-    title = [*shown, f"budget {run.config['budget']}", f"interval {run.config.get('interval')}", *_told(run.config)]
-    return _Rest(", ".join(title), config_hash({"shown": shown, "rest": rest}))
-
-
-def _own(press: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the press itself, without its parts."""
-    return {key: value for key, value in press.items() if key not in (*PARTS, "budget")}
-
-
-class _Rest(NamedTuple):
-    """What a row shares with the base, for readers, and a hash of all of it."""
-
-    title: str
-    digest: str
-
-
-def _told(config: Mapping[str, Any]) -> list[str]:
-    model = config.get("model") or {}
-    model_name = model.get("name") or str(model.get("_target_", "")).rpartition(".")[2].removeprefix("load_")
-    return [str(config.get("mode")), str(model_name)]
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

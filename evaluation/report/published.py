@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT
+from kvstitch.evaluation.metric_titles import KNOWN_METRICS
 from kvstitch.evaluation.report.names import flat
 from kvstitch.evaluation.report.sections import Entry, Section
 
@@ -100,10 +100,8 @@ def published_rows(section: Section, paper: PaperTable) -> tuple[str, list[tuple
     """
     if not section.pressed or paper.tasks is not None and section.pressed[0].runs[0].labels["task"] not in paper.tasks:
         return "", []
-    writers = {measure.metric: (measure.title, measure.write) for measure in QUALITY}
-    writers |= {column.metric: (column.title, column.write) for column in (*CACHE, *TEXT, *MEMORY, *SPEED)}
     for metric in paper.ours:
-        title, write = writers[metric]
+        title, write = KNOWN_METRICS[metric].title, KNOWN_METRICS[metric].write
         rows = []
         for entry in section.pressed:
             ours = entry.value(metric)

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from kvstitch.evaluation.table import print_table
+from kvstitch.evaluation.table import only_room_is_larger, print_table
 
 
 def one(mean, std=None, n=4):
@@ -79,6 +79,10 @@ def test_dense_alone_has_one_column():
             "1 malformed records were skipped, the first: a.jsonl",
         ),
         ({"metrics": METRICS | {"dense_reused": one(1.0)}}, "The dense model's side was read from an earlier run"),
+        (
+            {"metrics": METRICS | {"kv_bytes": one(2**32), "peak_slots": one(900), "dense_peak_slots": one(1000)}},
+            "KV storage is larger than the dense model's although no more slots are stored",
+        ),
         ({"metrics": METRICS | {"compared_tokens": one(0)}}, "No trace was longer than one interval of 512 tokens"),
     ],
 )
@@ -86,3 +90,24 @@ def test_what_the_reader_must_not_miss(others, message):
     text = shown(**({"metrics": METRICS, "width": 400} | others))
     assert message in text
     assert message not in shown(METRICS, width=400)
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        ({}, True),
+        ({"slots": 100.0}, True),
+        ({"slots": 101.0}, False),
+        ({"bytes": 10.0}, False),
+        ({"dense_slots": None}, False),
+    ],
+)
+@pytest.mark.parametrize("names", [("kv_bytes", "peak_slots"), ("mean_kv_bytes", "mean_slots")])
+def test_more_bytes_with_no_more_slots_are_room_for_growth(names, changed, expected):
+    values = {"bytes": 11.0, "dense_bytes": 10.0, "slots": 90.0, "dense_slots": 100.0} | changed
+    named = {
+        prefix + name: values[prefix + kind]
+        for name, kind in zip(names, ("bytes", "slots"))
+        for prefix in ("", "dense_")
+    }
+    assert only_room_is_larger(named.get) is expected

@@ -19,6 +19,34 @@ def test_runs_are_compared_on_their_samples(script, tiny_arguments):
     assert f"{statistics.fmean(differences):+.4f}" in line and "of 2 |" in line
 
 
+def test_whole_methods_are_compared_with_the_dense_model(script, tiny_arguments):
+    asked = [text for text in tiny_arguments if not text.startswith(("budget=", "allocator."))]
+    asked += ["budget=48", "task.num_samples=2", "reuse_dense=false"]
+    for press in ("press=dense", "press=topk", "press=community"):
+        assert script("run", press, *asked, "decode_tokens=30").status == 0
+    runs, _ = find_runs([Path("runs")])
+    for metric in ("accuracy", "nll", "kv_bytes"):
+        outcome = script("compare", "runs", "--part", "method", "--base", "dense", "--metric", metric, "--markdown")
+        assert outcome.status == 0, outcome.err
+        lines = {line.split(" | ")[1]: line for line in outcome.out.splitlines()[2:]}
+        names = {"topk": "EvictionPress + TOVA + GlobalTopK", "community": "RetrievalPress + CommunityRetrieval"}
+        for run in runs:
+            values = [(record["metrics"][metric], record["metrics"].get(f"dense_{metric}")) for record in run.records]
+            if run.labels["press"] == "dense":
+                continue
+            if values[0][1] is None:
+                assert metric == "kv_bytes" and names[run.labels["press"]] not in lines
+                continue
+            mean = statistics.fmean(own - dense for own, dense in values)
+            form = "+,.0f" if metric == "kv_bytes" else "+.4f"
+            assert f"| {mean:{form}} ± " in lines[names[run.labels["press"]]]
+    outcome = script("compare", "runs", "--part", "method", "--base", "dense")
+    assert outcome.status == 1 and "no sample of 'dense' has 'kl'; it has accuracy" in outcome.err
+    outcome = script("compare", "runs", "--part", "method", "--base", names["topk"])
+    # Both have a KL, of other tokens.
+    assert outcome.status == 1 and "shares no sample or compared token with another method" in outcome.err
+
+
 def test_what_cannot_be_compared_is_one_message(script, tmp_path):
     outcome = script("compare", "absent", "--base", "GlobalTopK")
     assert outcome.status == 1 and "absent" in outcome.err and "Traceback" not in outcome.err

@@ -1,6 +1,8 @@
 """Every experiment's own sweep can be composed and built, and its header says how it is run here and what the paper found."""
 
+import itertools
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,61 @@ def test_first_and_last_job_of_a_sweep_are_built(name):
             instantiate(task, _convert_="all")
     assert all(isinstance(press, EvictionPress | RetrievalPress) for press in built)
     assert built[0] != built[1] or config.task.get("kind") is not None
+
+
+def larger_settings():
+    """Experiment and options, from the documentation's table."""
+    text = (
+        (CONFIGS.parent / "docs" / "sweeps.md").read_text(encoding="utf-8").partition("### What the small variants")[2]
+    )
+    name, found = None, []
+    for line in text.splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and len(cells) == 4 and "=" in cells[3]:
+            name = cells[0] or name
+            found.append((name, cells[3].split()))
+    return found
+
+
+def test_every_small_variant_is_explained():
+    assert {name for name, _ in larger_settings()} == {
+        "ams_gsm8k", "ams_backbones", "ams_general", "community_longbench", "community_babilong", "community_ruler",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", larger_settings())
+def test_the_papers_settings_of_the_documentation_are_built(name, options):
+    given = [option for option in header(name)[1].split()[4:] if option.startswith("task.")]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        sweeps = [option.partition(",")[0] for option in options]
+        config = compose("run", overrides=[f"experiment={name}", "model=hub", "model.name=m", *given, *sweeps])
+    task = {key: value for key, value in config.task.items() if key not in ("shard", "num_shards")}
+    instantiate(task, _convert_="all")
+    instantiate(config.press, _convert_="all")
+    # Not the two samples of the small variant.
+    assert config.task.num_samples is None or config.task.num_samples >= 50
+
+
+def larger_commands():
+    """Experiment and options of every command that stands in a head below the one for this machine."""
+    found = []
+    for name in SWEEPS:
+        lines = header(name)
+        for place, line in enumerate(lines[2:], start=2):
+            if not line.startswith("python scripts/run.py"):
+                continue
+            more = itertools.takewhile(lambda text: text.startswith("    "), lines[place + 1 :])
+            # A list that goes on in the next line has no blank in it.
+            words = shlex.split(" ".join([line, *map(str.strip, more)]).replace(", ", ","))
+            options = [word.partition(",")[0] for word in words[4:] if word != "…"]
+            found.append((name, [option.replace("…", "x") for option in options]))
+    return found
+
+
+@pytest.mark.parametrize("name, options", larger_commands())
+def test_the_larger_commands_of_the_heads_are_built(name, options):
+    options = [*options, "model.name=m"] if "model=hub" in options else options
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("run", overrides=[f"experiment={name}", *options])
+    task = {key: value for key, value in config.task.items() if key not in ("shard", "num_shards")}
+    instantiate(task, _convert_="all")

@@ -7,7 +7,8 @@ import pytest
 
 from kvstitch.evaluation.records import RunError, write_text
 from kvstitch.evaluation.report import find_runs
-from kvstitch.evaluation.report.paired import compare, named
+from kvstitch.evaluation.report.choices import named
+from kvstitch.evaluation.report.paired import compare, left_out
 
 ALLOCATORS = "kvstitch.allocators"
 
@@ -104,5 +105,154 @@ def test_a_base_that_no_run_has_is_named_with_the_nearest(leave):
         compare(runs, "segment_quota")
     with pytest.raises(RunError, match="no run has the allocator 'tova'; .*'tova' is a choice of --part scorer"):
         compare(runs, "tova")
-    with pytest.raises(RunError, match="nothing to compare: 'SegmentQuota' shares no sample"):
+    with pytest.raises(
+        RunError, match="nothing to compare: 'SegmentQuota' shares no sample or compared token with another allocator"
+    ):
         compare(runs, "SegmentQuota")
+
+
+AMS, TOPK = "EvictionPress + TOVA + SegmentQuota(credit=False)", "EvictionPress + TOVA + GlobalTopK"
+SNAP = "KVPressBaseline(name=SnapKVPress)"
+
+
+@pytest.fixture
+def methods(make_run):
+    """`methods(changes)` -> folder of two evicting methods, one of kvpress's, and the dense model, each of two samples.
+
+    `changes` is taken into the metrics of one method, by its press: `{"topk": {"b": {...}}}`.
+    """
+
+    def method(press, target, options, metrics, parts, budget):
+        folder = make_run(press=press, budget=budget, samples=len(metrics), arrays=False)
+        config = json.loads((folder / "config.yaml").read_text())
+        own = {"_target_": target, "budget": budget} | options
+        config |= {"press": own | parts} | parts
+        for name in {"scorer", "allocator"} - parts.keys():
+            del config[name]
+        write_text(folder / "config.yaml", json.dumps(config))
+        records = [{"id": name, "metrics": values, "answers": []} for name, values in metrics.items()]
+        write_text(folder / "predictions.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        return folder.parent
+
+    def both(accuracy, dense, **others):
+        names = {"a": 0, "b": 1}
+        return {
+            name: {"accuracy": accuracy[at], "dense_accuracy": dense[at]} | {key: v[at] for key, v in others.items()}
+            for name, at in names.items()
+        }
+
+    def make(changes=None, budget=256):
+        parts = lambda allocator: {
+            "scorer": {"_target_": "kvstitch.scorers.TOVA"},
+            "allocator": {"_target_": f"{ALLOCATORS}.{allocator}"}
+            | ({"credit": False} if "Quota" in allocator else {}),
+        }
+        figures = {
+            "ams": both((0.5, 0.25), (1, 0.5), kl=(0.1, 0.2), nll=(2.5, 3.0), dense_nll=(2.0, 2.9)),
+            "topk": both((0.75, 0.25), (1, 0.5), kl=(0.3, 0.1), nll=(2.5, 3.5), dense_nll=(2.0, 2.9)),
+            "kvpress": both((0.0, 0.5), (1, 0.5)),
+            # Run alone, it has no other side.
+            "dense": both((None, None), (1, 0.5), kl=(None, None), dense_nll=(2.0, 2.9)),
+        }
+        for press, samples in (changes or {}).items():
+            for name, values in samples.items():
+                figures[press][name] |= values
+        presses = "kvstitch.presses.EvictionPress"
+        interval = {"interval": 512, "compress_prompt": False}
+        method("ams", presses, interval, figures["ams"], parts("SegmentQuota"), budget)
+        method("topk", presses, interval, figures["topk"], parts("GlobalTopK"), budget)
+        bridge = "kvstitch.evaluation.kvpress_rows.KVPressBaseline"
+        method("kvpress", bridge, {"name": "SnapKVPress", "options": {}}, figures["kvpress"], {}, budget)
+        return method("dense", "kvstitch.evaluation.runner.no_press", {}, figures["dense"], {}, 10 * budget)
+
+    return make
+
+
+def differences(runs, base, metric, part="method"):
+    rows = compare(runs, base, part, metric)
+    assert len({(row.others, row.choice) for row in rows}) == len(rows)
+    return {row.choice: round(row.difference, 6) for row in rows}
+
+
+def test_whole_methods_are_compared_and_the_dense_model_with_every_budget(methods):
+    methods(budget=128)
+    runs, _ = find_runs([methods(budget=256)])
+    rows = compare(runs, "dense", "method", "accuracy")
+    assert [(row.others.partition(",")[0], row.choice) for row in rows] == [
+        (f"budget {budget}", name) for budget in (128, 256) for name in (TOPK, AMS, SNAP)
+    ]
+    assert [row.difference for row in rows[:3]] == [-0.25, -0.375, -0.5] and {row.base for row in rows} == {0.75}
+
+
+def test_a_method_is_compared_with_others_presses_and_the_dense_model(methods):
+    runs, _ = find_runs([methods()])
+    assert differences(runs, TOPK, "accuracy") == {AMS: -0.125, SNAP: -0.25, "dense": 0.25}
+    assert differences(runs, TOPK, "nll") == {AMS: -0.25, "dense": -0.55}
+    assert differences(runs, "dense", "nll") == {AMS: 0.3, TOPK: 0.55}
+
+
+def test_methods_without_the_metric_are_named(methods):
+    runs, _ = find_runs([methods()])
+    rows = compare(runs, TOPK, "method", "kl")
+    assert [row.choice for row in rows] == [AMS]
+    assert left_out(runs, rows, TOPK, "method", "kl") == [("no sample has 'kl'", [SNAP, "dense"])]
+    with pytest.raises(RunError, match="no sample of 'dense' has 'kl'; it has accuracy, nll$"):
+        compare(runs, "dense", "method", "kl")
+
+
+def test_means_over_other_tokens_are_not_compared(methods):
+    """A press that is watched over less of a text has another NLL; what it has in common are the answers."""
+    changes = {
+        press: {name: {"compared_tokens": count} for name in "ab"} for press, count in (("ams", 30), ("topk", 90))
+    }
+    runs, _ = find_runs([methods(changes)])
+    # The dense model is looked at over the same tokens as whoever stands beside it.
+    rows = compare(runs, TOPK, "method", "nll")
+    assert [row.choice for row in rows] == ["dense"]
+    assert (f"no sample or compared token in common with {TOPK}", [AMS]) in left_out(runs, rows, TOPK, "method", "nll")
+    assert differences(runs, "dense", "nll") == {AMS: 0.3, TOPK: 0.55}
+    assert differences(runs, TOPK, "accuracy")[AMS] == -0.125
+
+
+def test_presses_are_compared_with_the_same_parts(leave):
+    def compressing(folder):
+        (made,) = [path for path in folder.iterdir() if '"credit": true' in (path / "config.yaml").read_text()]
+        config = json.loads((made / "config.yaml").read_text())
+        config["press"] |= {"compress_prompt": True}
+        del config["allocator"]["credit"]
+        write_text(made / "config.yaml", json.dumps(config))
+
+    compressing(leave("SegmentQuota", {"a": 0.2}, leaves={"credit": True}))
+    leave("SegmentQuota", {"a": 0.3})
+    runs, _ = find_runs([leave("GlobalTopK", {"a": 0.1})])
+    (row,) = compare(runs, "ams", "press")
+    assert (row.choice, round(row.difference, 6)) == (
+        "ams(compress_prompt=True)",
+        -0.1,
+    ) and "SegmentQuota" in row.others
+
+
+def test_a_name_of_another_part_and_a_choice_elsewhere_are_pointed_out(methods):
+    runs, _ = find_runs([methods()])
+    for part in ("press", "allocator"):
+        with pytest.raises(RunError, match=f"no run has the {part} '.*'; .* is a choice of --part method"):
+            compare(runs, SNAP, part, "accuracy")
+    with pytest.raises(RunError, match="did you mean 'KVPressBaseline"):
+        compare(runs, "KVPressBaseline", "method", "accuracy")
+    both, _ = find_runs([methods(budget=64)])
+    apart = [run for run in both if (run.labels["press"], run.config["budget"]) in (("ams", 256), ("topk", 64))]
+    with pytest.raises(
+        RunError,
+        match="shares no sample with another allocator; .* with TOVA, budget 64, .*; others with TOVA, budget 256",
+    ):
+        compare(apart, "GlobalTopK", "allocator", "accuracy")
+
+
+def test_parts_inside_parts_and_empty_options_are_named_by_what_differs():
+    pyramid = {"_target_": f"{ALLOCATORS}.Pyramid", "beta": 20}
+    inner = {"_target_": f"{ALLOCATORS}.GlobalTopK", "num_sinks": 4}
+    assert named(pyramid | {"allocator": inner}) == "Pyramid"
+    assert named(pyramid | {"allocator": inner | {"num_sinks": 8}}) == "Pyramid(allocator=GlobalTopK(num_sinks=8))"
+    bridge = {"_target_": "kvstitch.evaluation.kvpress_rows.KVPressBaseline", "name": "SnapKVPress"}
+    assert named(bridge | {"options": {}}) == SNAP
+    assert "window_size" in named(bridge | {"options": {"window_size": 32}})

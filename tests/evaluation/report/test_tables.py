@@ -2,10 +2,12 @@
 
 import csv
 import io
+import json
 
 import pytest
 from rich.console import Console
 
+from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report import Problem, find_runs, sections_of
 from kvstitch.evaluation.report.measures import MEMORY, QUALITY, SPEED
 from kvstitch.evaluation.report.sheets import grid_sheet, list_sheet
@@ -17,7 +19,7 @@ def sections(full_set):
     return sections_of(find_runs([full_set])[0])
 
 
-KL = next(measure for measure in QUALITY if measure.metric == "kl")
+KL = next(measure for measure in QUALITY if measure.name == "kl")
 
 
 def test_the_best_of_each_budget_is_marked_and_n_stands_at_the_end(sections):
@@ -70,13 +72,44 @@ def test_markdown_and_terminal_show_the_same_cells(sections):
 
 def test_memory_and_speed_of_the_dense_model_stand_first(sections):
     memory, speed = (list_sheet(sections[0], "cost", "", columns) for columns in (MEMORY, SPEED))
-    slots, storage = ("slots, mean", "slots, peak"), ("KV storage, mean", "KV storage, peak")
+    slots, storage = ("slots a kv head, mean", "slots a kv head, peak"), ("KV storage, mean", "KV storage, peak")
     assert memory.columns == ("method", "budget", *slots, *storage, "held beside it, peak", "process, peak", "n")
     assert memory.rows[0] == ("dense", "", "1600", "–", "–", "286.1 MiB", "–", "–", "8") and memory.dense == {0}
     assert memory.rows[1][:4] == ("ams tova segment_quota", "64 tokens", "320", "576")
     assert memory.rows[1][4:] == ("54.9 MiB", "61.0 MiB", "28.6 MiB", "1.86 GiB", "8") and len(memory.rows) == 10
-    assert speed.columns == ("method", "budget", "prefill, s", "decoded tokens/s", "events", "time in events", "n")
+    assert speed.columns == (
+        "method",
+        "budget",
+        "prefill, s",
+        "decoded tokens/s",
+        "events a sample",
+        "time in events",
+        "n",
+    )
     assert speed.rows[0][:3] == ("dense", "", "–") and speed.rows[1][4:] == ("3.0", "3.0 %", "8")
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own dense side", "another entry's"])
+def test_storage_that_is_larger_only_for_its_room_is_explained(make_run, own):
+    note = "where KV storage is larger than the dense model's although no more slots are stored"
+    folder = make_run()
+    other = make_run(press="dense", scorer=None, allocator=None)
+
+    def change(folder, metrics):
+        path = folder / "predictions.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records:
+            known = record["metrics"] | metrics
+            record["metrics"] = {name: value for name, value in known.items() if value is not None}
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+    dense = {"dense_kv_bytes": 3e8, "dense_peak_slots": 2048}
+    change(folder, dict.fromkeys(dense))
+    change(folder if own else other, dense)
+    assert note not in markdown(sections_of(find_runs([folder.parent])[0]))
+    change(folder, {"kv_bytes": 4e8, "peak_slots": 768})
+    (line,) = [line for line in markdown(sections_of(find_runs([folder.parent])[0])).splitlines() if note in line]
+    assert line.startswith("Memory, as measured (means over the samples; process and GPU hold both models together; ")
 
 
 def test_markdown_says_how_many_samples_and_ends_with_what_is_left_out(sections, tmp_path):
