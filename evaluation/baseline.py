@@ -7,13 +7,15 @@ are not kept but what enters the output head, a hundredth of them; the same head
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -62,6 +64,38 @@ class DenseBaselines:
         own = json.dumps([list(sample.prompt_ids), list(sample.trace_ids), asked, sample.id])
         return self._folder / (hashlib.sha256((self._common + own).encode()).hexdigest()[:24] + ".safetensors")
 
+    @contextmanager
+    def once(self, sample: Sample) -> Iterator[DenseRecord | None]:
+        """The record; None if there is none, and whoever asked first is to make it inside the block.
+
+        Processes that ask meanwhile wait until that block ends. What they find no record of then cannot be kept (see
+        `DenseRecord`), and they run it side by side.
+
+        Raises:
+            RunError: the disk is full or read-only.
+        """
+        record = self.read(sample)
+        if record is not None:
+            yield record
+            return
+        path = self.path(sample)
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            with lock:
+                pass
+            yield self.read(sample)
+            return
+        except OSError as error:
+            raise _not_kept(path, error) from error
+        try:
+            # Another process may have made it since.
+            yield self.read(sample)
+        finally:
+            lock.release()
+
     def read(self, sample: Sample) -> DenseRecord | None:
         """The record, or None if there is none or it cannot be read (it is made anew then)."""
         path = self.path(sample)
@@ -93,7 +127,11 @@ class DenseBaselines:
         except (OSError, SafetensorError) as error:
             if self._folder.is_dir():
                 scratch.unlink(missing_ok=True)
-            raise RunError(f"cannot keep the dense baseline {path}: {error}; reuse_dense=false does without") from error
+            raise _not_kept(path, error) from error
+
+
+def _not_kept(path: Path, error: Exception) -> RunError:
+    return RunError(f"cannot keep the dense baseline {path}: {error}; reuse_dense=false does without")
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -1,19 +1,19 @@
-"""Closed loop: a text decoded token by token through a retrieving press, and densely from the same prompt.
+"""Closed loop: a text decoded token by token through a retrieving press, and fed to the dense model beside it.
 
-Retrieval is at work in forwards of a single token only, so the trace cannot be fed in chunks as `replay` does. The prompt is
-read once for both sides: the dense one goes on from a copy of the cache, made before anything was indexed.
+Retrieval is at work in forwards of a single token only, so the trace cannot be fed in chunks as `replay` does.
 """
 
-import copy
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from kvstitch.evaluation.answers import Answer, answer_metrics, graded
+from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.compactions import region_arrays
-from kvstitch.evaluation.dense_side import storage_metrics
-from kvstitch.evaluation.metrics import TokenComparison, compare_tokens
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, storage_metrics
+from kvstitch.evaluation.metrics import NonFiniteLogits, TokenComparison, compare_tokens
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.reads import ReadMeter, index_metrics
 from kvstitch.evaluation.results import SampleResult, make_record
@@ -41,7 +41,13 @@ def prefilled_but(sample: Sample, decode_tokens: int) -> Sample:
 
 
 def closed_loop_sample(
-    loaded: LoadedModel, press: RetrievalPress, task: Task, sample: Sample, *, speed_tokens: int
+    loaded: LoadedModel,
+    press: RetrievalPress,
+    task: Task,
+    sample: Sample,
+    *,
+    speed_tokens: int,
+    baselines: DenseBaselines | None = None,
 ) -> SampleResult:
     """Prompt, trace and questions of one sample through the press and through the dense model.
 
@@ -55,46 +61,47 @@ def closed_loop_sample(
         press: its `on_read` is called as well.
         task: grades the answers.
         speed_tokens: greedy decode steps timed at the end of the trace; 0 leaves it out.
+        baselines: as in `replay_sample`.
 
     Raises:
         NonFiniteLogits: NaN in the logits of either model.
     """
     meter = ReadMeter(press.on_read)
-    with dataclasses.replace(press, on_read=meter, measure_mass=True)(loaded.model) as run:
-        pressed, dense = Stream(loaded.model), Stream(loaded.model)
-        pressed.prefill(sample.prompt_ids)
-        _go_on_from(dense, pressed, press)
-        metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
-        metrics |= _quality(run, pressed, dense, sample.trace_ids)
-        metrics |= meter.metrics(pressed.cache) | index_metrics(run)
-        metrics |= storage_metrics("", pressed.storage)
-        # Of slots only: the dense side goes on in a copy of our own layers, with their room for growth.
-        metrics |= {"dense_mean_slots": dense.storage.mean_slots, "dense_peak_slots": dense.storage.peak_slots}
-        answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
-        metrics |= answer_metrics(answers)
-        # Of prompt, trace and questions, both numbers from this run: measuring the mass is among its seconds.
-        metrics["event_time_share"] = run.event_seconds / pressed.seconds
-        regions = region_arrays(run, sample.id)
+    with ExitStack() as stack:
+        known = stack.enter_context(baselines.once(sample)) if baselines is not None else None
+        with dataclasses.replace(press, on_read=meter, measure_mass=True)(loaded.model) as run:
+            pressed = Stream(loaded.model)
+            dense = RecordedDense(loaded.model, known) if known else LiveDense(loaded, run.paused, baselines is not None)
+            pressed.prefill(sample.prompt_ids)
+            if pressed.ends_in_nan():
+                # Said here, because no index can be made of it.
+                raise NonFiniteLogits("the logits at the end of the prompt hold NaN")
+            dense.prefill(sample.prompt_ids)
+            metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
+            metrics |= _quality(pressed, dense, sample.trace_ids)
+            metrics |= meter.metrics(pressed.cache) | index_metrics(run)
+            answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
+            metrics |= answer_metrics(answers) | storage_metrics("", pressed.storage)
+            metrics["event_time_share"] = run.event_seconds / pressed.seconds
+            regions = region_arrays(run, sample.id)
+            # After the answers, because it spoils the dense cache.
+            dense.speed(speed_tokens)
+        metrics |= dense.numbers() | {"dense_reused": float(known is not None)}
+        made = dense.record()
+        if made is not None:
+            baselines.write(sample, made)
     # A press that nobody watches owns the same cache, and its steps do not pay for what was measured.
     with dataclasses.replace(press, on_read=None, measure_mass=False)(loaded.model) as run:
-        metrics |= _speed(run, pressed, dense, speed_tokens)
+        metrics["decode_tokens_per_second"] = _speed(run, pressed, speed_tokens)
     return SampleResult(make_record(sample, metrics, answers), regions=regions)
 
 
-def _go_on_from(dense: Stream, pressed: Stream, press: RetrievalPress) -> None:
-    """The other side of a prompt that was read once, its cache not indexed yet."""
-    dense.cache = copy.deepcopy(pressed.cache, {id(press): press})
-    dense._last = pressed._last
-    dense.storage.measure(dense.cache, tokens=0)
-
-
-def _quality(run: RetrievalRun, pressed: Stream, dense: Stream, trace: Sequence[int]) -> dict[str, float | None]:
+def _quality(pressed: Stream, dense: LiveDense | RecordedDense, trace: Sequence[int]) -> dict[str, float | None]:
     """Feed the trace to both and compare what they predict after each token but the last."""
     parts: list[TokenComparison] = []
     for start in range(0, len(trace), _BLOCK_TOKENS):
         block = trace[start : start + _BLOCK_TOKENS]
-        with run.paused():
-            expected = dense.feed(block)
+        expected = dense.feed(block)
         got = torch.cat([pressed.feed([token]) for token in block])
         targets = torch.tensor(trace[start + 1 : start + 1 + len(block)])
         parts.append(compare_tokens(expected[: len(targets)], got[: len(targets)], targets))
@@ -113,12 +120,16 @@ def comparison_metrics(joined: TokenComparison) -> dict[str, float | None]:
 
 
 def _ask(
-    loaded: LoadedModel, run: RetrievalRun, pressed: Stream, dense: Stream, task: Task, question: Question
+    loaded: LoadedModel,
+    run: RetrievalRun,
+    pressed: Stream,
+    dense: LiveDense | RecordedDense,
+    task: Task,
+    question: Question,
 ) -> dict[str, object]:
     answer: dict[str, object] = {"gold": list(question.gold), "meta": dict(question.meta)}
     answer["pressed"] = decoded_answer(loaded, run.press, pressed, task, question)
-    with run.paused():
-        answer["dense"] = decoded_answer(loaded, run.press, dense, task, question)
+    answer["dense"] = graded(task, question, loaded.tokenizer, dense.answer(question))
     return answer
 
 
@@ -133,15 +144,10 @@ def decoded_answer(
     return graded(task, question, loaded.tokenizer, tokens)
 
 
-def _speed(run: RetrievalRun, pressed: Stream, dense: Stream, count: int) -> dict[str, float | None]:
+def _speed(run: RetrievalRun, pressed: Stream, count: int) -> float | None:
     """Decoded tokens a second at the end of the trace, without the building of indices."""
     if not count:
-        return {"decode_tokens_per_second": None, "dense_decode_tokens_per_second": None}
+        return None
     before = run.event_seconds
     seconds = pressed.time_steps(count)
-    seconds -= run.event_seconds - before
-    with run.paused():
-        return {
-            "decode_tokens_per_second": count / seconds,
-            "dense_decode_tokens_per_second": count / dense.time_steps(count),
-        }
+    return count / (seconds - (run.event_seconds - before))

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import statistics
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,20 @@ def generate_sample(
     """
     if not sample.questions:
         raise RunError(f"sample {sample.id!r} asks nothing, so there is nothing to generate; use mode=replay")
-    known = baselines.read(sample) if baselines is not None else None
+    with nullcontext() if baselines is None else baselines.once(sample) as known:
+        return _both_sides(loaded, press, task, sample, sampling, seed, baselines, known)
+
+
+def _both_sides(
+    loaded: LoadedModel,
+    press: EvictionPress | RetrievalPress | None,
+    task: Task,
+    sample: Sample,
+    sampling: Sampling,
+    seed: int,
+    baselines: DenseBaselines | None,
+    known: DenseRecord | None,
+) -> SampleResult:
     answers, measured, dense_answers, dense_measured, events = [], [], [], [], []
     draws = sampling.samples_per_question
     for index, (number, again) in enumerate(itertools.product(range(len(sample.questions)), range(draws))):

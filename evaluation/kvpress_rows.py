@@ -1,7 +1,8 @@
 """kvpress's presses as rows of our tables: the context compressed once, by their code, then asked; next to the dense model."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 
 from kvstitch.evaluation.answers import answer_metrics, graded
-from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.baseline import DenseBaselines
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense
+from kvstitch.evaluation.models import LoadedModel
 from kvstitch.evaluation.pipeline import refuse_decoding, theirs_at
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Stream, stored_bytes, stored_slots
-from kvstitch.evaluation.tasks.base import Sample, Task
+from kvstitch.evaluation.tasks.base import Question, Sample, Task
 from kvstitch.presses import Budget
 
 
@@ -60,34 +63,66 @@ class KVPressBaseline:
         return getattr(kvpress, self.name)(compression_ratio=ratio, **self.options)
 
 
-def kvpress_sample(loaded: LoadedModel, baseline: KVPressBaseline, task: Task, sample: Sample) -> SampleResult:
+def kvpress_sample(
+    loaded: LoadedModel,
+    baseline: KVPressBaseline,
+    task: Task,
+    sample: Sample,
+    *,
+    baselines: DenseBaselines | None = None,
+) -> SampleResult:
     """Prompt and trace read at once and compressed, then every question asked of a copy; greedily.
 
-    There are no events while decoding, and nothing to compare token by token; `events` is 1 if the budget bound.
+    There are no events while decoding, and nothing to compare token by token; `events` is 1 if the budget bound. Peaks are
+    of the reading, in which each layer holds the whole context before it is compressed; means are of what the questions
+    find. `baselines`: as in `replay_sample`.
     """
     context = [*sample.prompt_ids, *sample.trace_ids]
-    stop_ids = stop_token_ids(loaded)
-    with torch.no_grad():
-        pressed, dense = Stream(loaded.model), Stream(loaded.model)
-        dense.prefill(context)
-        with baseline.build(len(context))(loaded.model):
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        known = stack.enter_context(baselines.once(sample)) if baselines is not None else None
+        dense = (
+            RecordedDense(loaded.model, known) if known else LiveDense(loaded, nullcontext, keep=baselines is not None)
+        )
+        pressed = Stream(loaded.model)
+        with _peaks_noted(pressed), baseline.build(len(context))(loaded.model):
             pressed.prefill(context)
-        answers = []
-        for question in sample.questions:
-            fed = list(question.cue_ids)
-            # With nothing to feed the first token of the answer is what the context ended on.
-            wrote = theirs_at(loaded, pressed, len(context), fed, question.max_new_tokens)
-            answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
-            answer["pressed"] = graded(task, question, loaded.tokenizer, wrote)
-            with dense.branch(None) as branch:
-                if fed:
-                    branch.feed(fed)
-                wrote = branch.greedy(question.max_new_tokens, stop_ids)
-            answer["dense"] = graded(task, question, loaded.tokenizer, wrote)
-            answers.append(answer)
-    metrics: dict[str, float | None] = {"events": float(max(stored_slots(pressed.cache)) < len(context))}
-    for prefix, stream in (("", pressed), ("dense_", dense)):
-        slots = stored_slots(stream.cache)
-        metrics |= {f"{prefix}mean_slots": sum(slots) / len(slots), f"{prefix}peak_slots": max(slots)}
-        metrics |= {f"{prefix}kv_bytes": stored_bytes(stream.cache), f"{prefix}prefill_seconds": stream.seconds}
-    return SampleResult(make_record(sample, metrics | answer_metrics(answers), answers))
+        dense.prefill(context)
+        answers = [_ask(loaded, pressed, dense, task, question, len(context)) for question in sample.questions]
+        made = dense.record()
+        if made is not None:
+            baselines.write(sample, made)
+    slots = stored_slots(pressed.cache)
+    metrics: dict[str, float | None] = {"events": float(max(slots) < len(context)), "prefill_seconds": pressed.seconds}
+    metrics |= {"mean_slots": sum(slots) / len(slots), "mean_kv_bytes": stored_bytes(pressed.cache)}
+    metrics |= {"peak_slots": pressed.storage.peak_slots, "kv_bytes": pressed.storage.peak_bytes}
+    metrics |= answer_metrics(answers) | dense.numbers() | {"dense_reused": float(known is not None)}
+    return SampleResult(make_record(sample, metrics, answers))
+
+
+def _ask(
+    loaded: LoadedModel,
+    pressed: Stream,
+    dense: LiveDense | RecordedDense,
+    task: Task,
+    question: Question,
+    context_tokens: int,
+) -> dict[str, Any]:
+    # With nothing to feed the first token of the answer is what the context ended on.
+    wrote = theirs_at(loaded, pressed, context_tokens, list(question.cue_ids), question.max_new_tokens)
+    answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
+    answer["pressed"] = graded(task, question, loaded.tokenizer, wrote)
+    answer["dense"] = graded(task, question, loaded.tokenizer, dense.answer(question))
+    return answer
+
+
+@contextmanager
+def _peaks_noted(stream: Stream) -> Iterator[None]:
+    """Looks at the cache after each layer's attention, before a press that is entered later compresses the layer."""
+    attention = [module for module in stream.model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+    handles = [module.register_forward_hook(lambda *_: stream.storage.note_peaks(stream.cache)) for module in attention]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

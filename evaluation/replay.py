@@ -67,8 +67,8 @@ def replay_sample(
     Raises:
         NonFiniteLogits: NaN in the logits of either model.
     """
-    dense = baselines.read(sample) if baselines is not None else None
     with ExitStack() as stack:
+        dense = stack.enter_context(baselines.once(sample)) if baselines is not None else None
         first = 0 if _compresses_prompt(press) else interval
         run = None
         if press is not None:
@@ -83,9 +83,9 @@ def replay_sample(
         events = pair.events
         # Last, because it goes on where the trace ended and spoils the caches.
         metrics |= pair.speed(speed_tokens) | pair.dense.numbers() | {"dense_reused": float(dense is not None)}
-    made = pair.dense.record()
-    if made is not None:
-        baselines.write(sample, made)
+        made = pair.dense.record()
+        if made is not None:
+            baselines.write(sample, made)
     return SampleResult(make_record(sample, metrics, answers), events)
 
 

@@ -114,23 +114,30 @@ class Evaluation:
     def baselines(self, folder: Path, loaded: LoadedModel) -> DenseBaselines:
         """Records of the dense side that any press evaluated in this way can use."""
         settings: dict[str, Any] = {"mode": self.mode}
-        if self.mode == "replay":
-            settings |= {"interval": self.interval, "speed_tokens": self.speed_tokens}
-        else:
+        if isinstance(self.press, KVPressBaseline):
+            # Whatever the mode: the context in one piece, then the questions.
+            settings = {"mode": "context"}
+        elif self.mode == "generate":
             settings |= {"sampling": dataclasses.asdict(self.sampling), "seed": self.seed}
+        elif isinstance(self.press, RetrievalPress):
+            settings = {"mode": "closed_loop", "speed_tokens": self.speed_tokens}
+        else:
+            settings |= {"interval": self.interval, "speed_tokens": self.speed_tokens}
         return DenseBaselines(folder, loaded.model, settings)
 
     def evaluate(self, loaded: LoadedModel, sample: Sample, baselines: DenseBaselines | None = None) -> SampleResult:
         """One sample through the pressed and the dense model."""
         if isinstance(self.press, KVPressBaseline):
-            return kvpress_sample(loaded, self.press, self.task, sample)
+            return kvpress_sample(loaded, self.press, self.task, sample, baselines=baselines)
         if self.mode == "generate":
             return generate_sample(
                 loaded, self.press, self.task, sample, sampling=self.sampling, seed=self.seed, baselines=baselines
             )
         if isinstance(self.press, RetrievalPress):
             sample = sample if self.decode_tokens is None else prefilled_but(sample, self.decode_tokens)
-            return closed_loop_sample(loaded, self.press, self.task, sample, speed_tokens=self.speed_tokens)
+            return closed_loop_sample(
+                loaded, self.press, self.task, sample, speed_tokens=self.speed_tokens, baselines=baselines
+            )
         return replay_sample(
             loaded,
             self.press,
@@ -164,7 +171,7 @@ def run_evaluation(
         The content of `metrics.json`.
 
     Raises:
-        RunError: the task gave no sample.
+        RunError: an undivided task gave no sample.
         KeyboardInterrupt: what was finished stays recorded.
     """
     finished = folder.read_json(METRICS)
@@ -183,7 +190,8 @@ def run_evaluation(
                 progress.advance(records)
     finally:
         progress.close()
-    if not records:
+    if not records and evaluation.num_shards == 1:
+        # A shard may be empty: there can be more workers than samples.
         raise RunError("the task gave no sample; see task.num_samples and task.path")
     metrics = summary(records, labels, evaluation.task.skipped)
     folder.write_json(METRICS, metrics)

@@ -60,6 +60,14 @@ class Storage:
             self.peak_auxiliary_bytes = max(self.peak_auxiliary_bytes, auxiliary_bytes(cache))
         self.peak_bytes = max(self.peak_bytes, stored)
 
+    def note_peaks(self, cache: Cache) -> None:
+        """Take in what a cache stores in the middle of a forward, when later layers may be empty yet."""
+        filled = [layer for layer in cache.layers if layer.is_initialized]
+        if filled:
+            self.peak_slots = max(self.peak_slots, *(layer.keys.shape[2] for layer in filled))
+            stored = sum(part.untyped_storage().nbytes() for layer in filled for part in (layer.keys, layer.values))
+            self.peak_bytes = max(self.peak_bytes, stored)
+
 
 @dataclass
 class Stream:
@@ -92,6 +100,10 @@ class Stream:
         self.storage.measure(self.cache, tokens=len(token_ids))
         return logits
 
+    def ends_in_nan(self) -> bool:
+        """Whether the newest logits hold NaN."""
+        return bool(self._last.isnan().any())
+
     def greedy(self, max_new_tokens: int, stop_ids: Sequence[int]) -> list[int]:
         """Decode until a stop token (left out) or `max_new_tokens`, most likely token first.
 
@@ -100,7 +112,7 @@ class Stream:
         """
         tokens: list[int] = []
         while True:
-            if self._last.isnan().any():
+            if self.ends_in_nan():
                 raise NonFiniteLogits(f"the logits after {len(tokens)} decoded tokens hold NaN")
             token = int(self._last.argmax())
             if token in stop_ids:

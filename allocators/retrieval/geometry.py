@@ -42,14 +42,16 @@ class QueryGeometry:
             self._weight = self._weight * keep + weight
 
     def transform(self, keys: Float[Tensor, "N D"], row: int, head: int) -> Float32[Tensor, "N D"]:
-        """Keys of one head, turned; as they are if no query was seen."""
+        """Keys of one head, turned; as they are if no query was seen, or none that says anything."""
         keys = keys.float()
         if self._moments is None or not self._weight[row] > 0:
             return keys
         moment = self._moments[row, head].double() / self._weight[row]
         scale = moment.diagonal().mean()
         ridge = torch.eye(moment.shape[0], dtype=moment.dtype, device=moment.device) * _RIDGE
-        return keys @ torch.linalg.cholesky(moment / scale + ridge).float()
+        factor, failed = torch.linalg.cholesky_ex(moment / scale + ridge)
+        # Queries that hold NaN, or are all zero, tell nothing about distances.
+        return keys if failed or factor.isnan().any() else keys @ factor.float()
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._moments is not None:

@@ -1,6 +1,7 @@
 """A dense side read from a record gives what running it gives, bit for bit, and stands only for the sample it was made of."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_torn_record_is_made_anew(tiny, press, task, tmp_path):
     assert again.record["metrics"]["dense_reused"] == 0
     same_but_times(whole, again)
     assert replay(tiny, press, task, sample, baselines).record["metrics"]["dense_reused"] == 1
-    assert [kept.name for kept in tmp_path.iterdir()] == [path.name]
+    assert [kept.name for kept in tmp_path.glob("[!.]*")] == [path.name]
 
 
 def test_a_model_that_bends_its_logits_is_run_every_time(tiny, press, task, tmp_path):
@@ -136,7 +137,7 @@ def test_a_model_that_bends_its_logits_is_run_every_time(tiny, press, task, tmp_
     sample = next(task.samples(tiny.tokenizer, 2048))
     for _ in range(2):
         assert replay(tiny, press, task, sample, baselines).record["metrics"]["dense_reused"] == 0
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("[!.]*"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tiny, task, tmp_path):
@@ -144,3 +145,46 @@ def test_a_folder_that_cannot_be_written_is_named(tiny, task, tmp_path):
     baselines = DenseBaselines(tmp_path / "file", tiny.model, {})
     with pytest.raises(RunError, match="dense baseline .*reuse_dense=false"):
         baselines.write(next(task.samples(tiny.tokenizer, 2048)), DenseRecord({}, []))
+
+
+def test_who_asks_meanwhile_waits_for_the_one_who_makes_it(tiny, task, tmp_path):
+    baselines = DenseBaselines(tmp_path, tiny.model, {})
+    sample = next(task.samples(tiny.tokenizer, 2048))
+    found = []
+
+    def ask():
+        with DenseBaselines(tmp_path, tiny.model, {}).once(sample) as record:
+            found.append(record)
+
+    others = [threading.Thread(target=ask) for _ in range(3)]
+    with baselines.once(sample) as record:
+        assert record is None
+        for other in others:
+            other.start()
+        others[0].join(timeout=0.3)
+        assert not found and all(other.is_alive() for other in others)
+        baselines.write(sample, DenseRecord({"dense_nll": 1.5}, [[4, 5]]))
+    for other in others:
+        other.join(timeout=60)
+    assert [record.numbers["dense_nll"] for record in found] == [1.5] * 3
+
+
+def test_what_could_not_be_kept_is_made_by_each_at_the_same_time(tiny, task, tmp_path):
+    """A process that failed, or a model whose logits cannot be read from a record, makes others wait once and no longer."""
+    sample = next(task.samples(tiny.tokenizer, 2048))
+    inside, all_there = [], threading.Barrier(2, timeout=60)
+
+    def ask():
+        with DenseBaselines(tmp_path, tiny.model, {}).once(sample) as record:
+            inside.append(record)
+            all_there.wait()
+
+    others = [threading.Thread(target=ask) for _ in range(2)]
+    with DenseBaselines(tmp_path, tiny.model, {}).once(sample):
+        for other in others:
+            other.start()
+        others[0].join(timeout=0.3)
+        assert not inside
+    for other in others:
+        other.join(timeout=60)
+    assert inside == [None, None] and not all_there.broken

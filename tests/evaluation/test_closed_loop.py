@@ -8,7 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstitch.allocators.retrieval import CommunityRetrieval, OracleRetrieval
 from kvstitch.evaluation import closed_loop
+from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.closed_loop import closed_loop_sample
+from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel
 from kvstitch.evaluation.streams import Stream
 from kvstitch.evaluation.tasks.base import Question, Sample
@@ -17,6 +19,7 @@ from kvstitch.presses.retrieval import RetrievalPress
 TOKENS = torch.randint(3, 90, (120,), generator=torch.Generator().manual_seed(0)).tolist()
 SAMPLE = Sample("a", tuple(TOKENS[:80]), tuple(TOKENS[80:]), (Question("", (5, 6), ("x",), 3),))
 COMMUNITY = CommunityRetrieval(top_k=3, refine_steps=2, replacement=2)
+ORACLE = OracleRetrieval()
 
 
 class Tokenizer:
@@ -46,9 +49,10 @@ def loaded():
     return LoadedModel(model, Tokenizer())
 
 
-def metrics_of(loaded, allocator, budget=24, speed_tokens=2, **options):
+def metrics_of(loaded, allocator, budget=24, speed_tokens=2, baselines=None, **options):
     press = RetrievalPress(allocator, budget, num_sinks=2, num_recent=4, **options)
-    return closed_loop_sample(loaded, press, Grader(), SAMPLE, speed_tokens=speed_tokens).record["metrics"]
+    result = closed_loop_sample(loaded, press, Grader(), SAMPLE, speed_tokens=speed_tokens, baselines=baselines)
+    return result.record["metrics"]
 
 
 def test_metrics_are_those_of_the_two_models(loaded):
@@ -80,9 +84,11 @@ def test_reads_and_recall(loaded):
     assert metrics["read_bytes"] < metrics["dense_read_bytes"] * 2
     assert metrics["events"] == 1 and metrics["index_share"] > 0 and metrics["modularity"] is not None
     assert metrics["graph_tokens"] == 80
-    # 80 tokens of the prompt and on average half of the 40 that follow; nothing is evicted.
+    # 80 tokens of the prompt, the 40 that follow, and 4 that are fed to answer a question; nothing is evicted.
     for side in ("", "dense_"):
-        assert metrics[side + "mean_slots"] == 80 + 41 / 2 and metrics[side + "peak_slots"] == 120
+        assert metrics[side + "mean_slots"] == (sum(range(81, 121)) + sum(range(121, 125))) / 44
+        assert metrics[side + "peak_slots"] == 124
+    assert metrics["dense_kv_bytes"] == 2 * 3 * 2 * 16 * 4 * 124 and metrics["dense_prefill_seconds"] > 0
     assert metrics["kv_bytes"] >= metrics["mean_kv_bytes"] >= 2 * 3 * 2 * 16 * 4 * 100
     assert metrics["auxiliary_bytes"] > 0
     oracle = metrics_of(loaded, OracleRetrieval())
@@ -113,6 +119,28 @@ def test_the_share_of_indices_is_that_of_the_run_that_was_measured(loaded, monke
     assert (len(events) > 1) == (refresh is not None)
     expected = sum(event.observe_seconds + event.seconds for event in events) / streams[0].seconds
     assert metrics["event_time_share"] == pytest.approx(expected, rel=1e-9) and 0 < expected < 1
+
+
+def test_a_dense_record_serves_every_press(loaded, tmp_path):
+    baselines = DenseBaselines(tmp_path, loaded.model, {"mode": "closed_loop"})
+    runs = [
+        metrics_of(loaded, allocator, baselines=kept)
+        for allocator, kept in ((COMMUNITY, None), (COMMUNITY, baselines), (COMMUNITY, baselines), (ORACLE, baselines))
+    ]
+    assert [run.pop("dense_reused") for run in runs] == [0, 0, 1, 1]
+    timed = {name for name in runs[0] if "second" in name or name == "event_time_share"}
+    alone, made, read, other = ({key: run[key] for key in run.keys() - timed} for run in runs)
+    assert alone == made == read
+    assert {key: value for key, value in other.items() if key.startswith("dense_") and key != "dense_read_bytes"} == {
+        key: value for key, value in read.items() if key.startswith("dense_") and key != "dense_read_bytes"
+    }
+
+
+def test_nan_stops_the_sample_before_an_index_is_made_of_it(loaded):
+    """The queries of the prompt hold NaN, of which no distance between keys can be told."""
+    loaded.model.get_input_embeddings().weight.data[TOKENS[70]] = torch.nan
+    with pytest.raises(NonFiniteLogits, match="end of the prompt"):
+        metrics_of(loaded, CommunityRetrieval(top_k=3))
 
 
 def test_a_watcher_is_told_and_changes_nothing(loaded):

@@ -12,6 +12,7 @@ if find_spec("kvpress") is None:
     pytest.skip("kvpress is not installed", allow_module_level=True)
 import kvpress  # noqa: E402
 
+from kvstitch.evaluation.baseline import DenseBaselines  # noqa: E402
 from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample  # noqa: E402
 from kvstitch.evaluation.progress import Progress  # noqa: E402
 from kvstitch.evaluation.records import RunFolder  # noqa: E402
@@ -23,8 +24,15 @@ def test_the_budget_is_kept_to_the_slot(tiny, make_sample, make_task, budget, ke
     sample = make_sample("a", questions=2)
     record = kvpress_sample(tiny, KVPressBaseline("KnormPress", budget), make_task([sample]), sample).record
     metrics = record["metrics"]
-    assert metrics["peak_slots"] == metrics["mean_slots"] == kept and metrics["dense_peak_slots"] == 100
-    assert metrics["events"] == (kept < 100) and metrics["kv_bytes"] <= metrics["dense_kv_bytes"]
+    # While it is read, each layer holds the whole context; two questions of a cue and an answer come after it.
+    assert metrics["mean_slots"] == kept and metrics["peak_slots"] == 100 < metrics["dense_peak_slots"]
+    heads = tiny.model.config.num_key_value_heads
+    per_layer = 2 * heads * 16 * 4
+    layers = tiny.model.config.num_hidden_layers
+    assert metrics["mean_kv_bytes"] == layers * kept * per_layer
+    # The last layer is whole when all before it are compressed.
+    assert metrics["kv_bytes"] == max((layers - 1) * kept + 100, 100) * per_layer
+    assert metrics["events"] == (kept < 100)
     if kept == 100:
         assert all(answer["pressed"] == answer["dense"] for answer in record["answers"])
 
@@ -41,6 +49,19 @@ def test_answers_are_those_of_kvpress_s_pipeline(tiny, make_sample, make_task):
     with torch.no_grad():
         theirs = pipe._forward(inputs, max_new_tokens=6, press=press, cache=DynamicCache())
     assert [answer["pressed"]["text"] for answer in record["answers"]] == theirs
+
+
+def test_a_dense_record_serves_every_press(tiny, make_sample, make_task, tmp_path):
+    sample = make_sample("a", questions=2)
+    baselines = DenseBaselines(tmp_path, tiny.model, {"mode": "context"})
+    results = [
+        kvpress_sample(tiny, KVPressBaseline("KnormPress", budget), make_task([sample]), sample, baselines=kept).record
+        for budget, kept in ((20, None), (20, baselines), (20, baselines), (40, baselines))
+    ]
+    assert [result["metrics"]["dense_reused"] for result in results] == [0, 0, 1, 1]
+    assert results[0]["answers"] == results[1]["answers"] == results[2]["answers"]
+    same = ("dense_accuracy", "dense_kv_bytes", "dense_mean_kv_bytes", "dense_peak_slots")
+    assert len({tuple(result["metrics"][name] for name in same) for result in results}) == 1
 
 
 def test_a_row_beside_ours(tiny, make_sample, make_task, tmp_path):

@@ -126,10 +126,17 @@ def test_nan_logits_stop_the_sample_by_name_and_not_the_sweep(script, tiny_argum
     weights["model.embed_tokens.weight"][int(only[1:])] = math.nan
     save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
     arguments = [*(text for text in tiny_arguments if not text.startswith("model.name")), f"model.name={poisoned}"]
-    for mode in ("replay", "generate"):
-        outcome = script("run", "-m", *arguments, f"mode={mode}", f"output_dir={mode}", "seed=1,2")
+    retrieval = ["press=community", "press.num_sinks=1", "press.num_recent=4", "allocator.top_k=3", "decode_tokens=8"]
+    for name, options in {
+        "replay": ["mode=replay"],
+        "generate": ["mode=generate"],
+        "retrieval": ["mode=replay", *retrieval],
+        "retrieval_generate": ["mode=generate", *retrieval],
+    }.items():
+        common = [text for text in arguments if "retrieval" not in name or not text.startswith("allocator.")]
+        outcome = script("run", "-m", *common, *options, f"output_dir={name}", "seed=1,2")
         assert outcome.status == 1 and outcome.out.count("1 of 3 samples failed") == 2, outcome.err
-        for folder in folders(mode):
+        for folder in folders(name):
             metrics = json.loads((folder / "metrics.json").read_text())
             (name,) = metrics["failed_samples"]
             assert (

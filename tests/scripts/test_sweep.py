@@ -1,5 +1,6 @@
 """A sweep: every job in its folder, failures told and survived, on one machine, with processes, on a Ray cluster."""
 
+import csv
 import importlib.util
 import json
 import os
@@ -106,6 +107,17 @@ def test_shards_share_the_samples(script, tiny_arguments):
     parts = [part for part in ids if part != whole]
     assert len(parts) == 2 and parts[0] | parts[1] == whole and not parts[0] & parts[1]
     assert sorted(map(len, parts)) == [1, 2]
+
+
+def test_more_workers_than_samples_make_the_undivided_run(script, tiny_arguments):
+    """Three samples for four workers: the one without any finishes, too, and the report has all of them."""
+    assert script("run", "-m", *tiny_arguments, "task.shard=0,1,2,3", "task.num_shards=4").status == 0
+    assert len(folders()) == 4
+    outcome = script("report", "runs")
+    assert outcome.status == 0, outcome.err
+    with (Path("runs") / "report" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["n"] for row in rows if row["metric"] == "accuracy"} == {"3"}
 
 
 def test_a_shard_that_does_not_exist_is_refused(script, tiny_arguments):

@@ -182,6 +182,17 @@ def test_the_geometry_is_the_mean_difference_of_logits():
     assert torch.equal(QueryGeometry().transform(keys, 0, 0), keys)
 
 
+@pytest.mark.parametrize("value", [math.nan, 0.0, math.inf])
+def test_queries_that_tell_nothing_leave_the_keys_alone(value):
+    draw = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(1, 4, 9, 6, generator=draw), torch.randn(30, 6, generator=draw)
+    # The two heads that share the first kv head.
+    query[:, :2] = value
+    geometry = QueryGeometry()
+    geometry.observe(query, torch.arange(9).expand(1, 2, 9))
+    assert torch.equal(geometry.transform(keys, 0, 0), keys) and not torch.equal(geometry.transform(keys, 0, 1), keys)
+
+
 def test_moments_fade_token_by_token_whatever_the_pieces_and_the_padding():
     draw = torch.Generator().manual_seed(0)
     query, keys = torch.randn(2, 4, 90, 6, generator=draw), torch.randn(5, 6, generator=draw)
