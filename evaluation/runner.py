@@ -1,7 +1,6 @@
 """The loop of a run: samples that are not finished yet are evaluated one by one, recorded, and summed up at the end."""
 
 import dataclasses
-import difflib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +15,15 @@ from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.closed_loop import closed_loop_sample, prefilled_but
 from kvstitch.evaluation.compactions import save_arrays, save_kept_positions
 from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
+from kvstitch.evaluation.first_sample import FIRST_SAMPLE, sample_text
 from kvstitch.evaluation.generate import Sampling, generate_sample
 from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample
 from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, max_positions
+from kvstitch.evaluation.options import check_choice
 from kvstitch.evaluation.plots import KEPT_POSITIONS
 from kvstitch.evaluation.progress import Progress
-from kvstitch.evaluation.records import METRICS, REGIONS, RunError, RunFolder
+from kvstitch.evaluation.records import METRICS, REGIONS, RunError, RunFolder, write_text
 from kvstitch.evaluation.replay import replay_sample
 from kvstitch.evaluation.results import SampleResult, failed_record
 from kvstitch.evaluation.summary import summary
@@ -68,10 +69,7 @@ class Evaluation:
     num_shards: int = 1
 
     def __post_init__(self):
-        if self.mode not in MODES:
-            nearest = difflib.get_close_matches(str(self.mode), MODES, n=1, cutoff=0.3)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}{hint}")
+        check_choice("mode", self.mode, MODES)
         for name, least in (
             ("interval", 1),
             ("decode_tokens", 1),
@@ -205,6 +203,9 @@ def _evaluate_and_record(
     folder: RunFolder,
     baselines: DenseBaselines | None,
 ) -> dict[str, Any]:
+    shown = folder.path / FIRST_SAMPLE
+    if not shown.exists():
+        write_text(shown, sample_text(sample, loaded.tokenizer))
     reset_peak_memory()
     try:
         result = evaluation.evaluate(loaded, sample, baselines)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral
 
 import torch
 from jaxtyping import Int64
@@ -46,8 +47,9 @@ class Budget:
             return value
         if isinstance(value, bool):
             raise TypeError(f"`budget` must be tokens (256), a kept fraction (0.25) or bytes ('64MiB'), got {value!r}")
-        if isinstance(value, int):
-            return cls(tokens=value)
+        if isinstance(value, Integral):
+            # Of any library: numpy's are no int.
+            return cls(tokens=int(value))
         if isinstance(value, float):
             if value > 1 or value <= 0:
                 hint = f"; write {int(value)} for tokens" if value > 1 and value.is_integer() else ""
@@ -71,7 +73,7 @@ class Budget:
         """Slots per kv head that each row may hold now.
 
         Args:
-            seen_tokens: tokens of each row so far, padding excluded.
+            seen_tokens: tokens of each row so far, padding excluded; on the CPU, and so is the result.
             bytes_per_slot: bytes that one slot per kv head costs in all compressed layers together.
             least: floor (sinks + 1); a fraction of a short row may fall below it and is lifted to it.
 
@@ -88,8 +90,10 @@ class Budget:
                     f"compressed layers), but sinks and the newest token need {least}: at least {least * bytes_per_slot}"
                 )
             return torch.full_like(seen_tokens, slots)
+        # In Python's integers: the numerator of a long decimal times a long text is more than 64 bits hold.
         share = Fraction(str(self.fraction))
-        return (seen_tokens * share.numerator // share.denominator).clamp(min=least)
+        kept = [max(tokens * share.numerator // share.denominator, least) for tokens in seen_tokens.tolist()]
+        return torch.tensor(kept, dtype=torch.int64)
 
     def __str__(self) -> str:
         if self.tokens is not None:

@@ -35,6 +35,7 @@ class Request:
         in_prefill: True until the first single token after the prompt (a chunked prefill is not over before that).
         counted_from: logical length at the end of the prompt or at the last compaction; tokens after it count as decoded.
         num_events: compactions so far.
+        beside: layers of the same cache that are not ours (sliding windows).
     """
 
     positions: Tensor | None = None
@@ -43,10 +44,24 @@ class Request:
     in_prefill: bool = True
     counted_from: int = 0
     num_events: int = 0
+    beside: tuple[CacheLayerMixin, ...] = ()
 
     def restart(self) -> None:
         """As it was before the first token."""
-        vars(self).update(vars(Request()))
+        vars(self).update(vars(Request(beside=self.beside)))
+
+    def refuse_roll_back(self) -> None:
+        """Raises:
+        RuntimeError: a layer that is not ours has forgotten what it would take, and would say so after ours were cut.
+        """
+        for layer in self.beside:
+            window = getattr(layer, "sliding_window", None)
+            recorded = getattr(layer, "record_past", False)
+            if window is not None and layer.is_initialized and layer.get_seq_length() >= window and not recorded:
+                raise RuntimeError(
+                    f"cannot roll the cache back: its sliding-window layers saw {layer.get_seq_length()} tokens and remember "
+                    f"the last {window}"
+                )
 
 
 class StitchLayer(CacheLayerMixin):
@@ -163,6 +178,7 @@ class StitchLayer(CacheLayerMixin):
                 f"cannot roll the cache back to {target} tokens: slots were evicted at {self.evicted_at} tokens and what "
                 "was evicted cannot be restored"
             )
+        self.request.refuse_roll_back()
         if target == 0:
             self.reset()
             return
@@ -214,6 +230,11 @@ class StitchLayer(CacheLayerMixin):
     def bias(self) -> Tensor | None:
         """`[B, H, length]` added to the logits: 0, or the lowest finite value on empty slots; None if none is empty."""
         return self._bias[:, :, : self.length] if self.has_empty else None
+
+    @property
+    def had_padding(self) -> bool:
+        """Whether any token that ever came was padding."""
+        return self._had_padding
 
     @property
     def was_compacted(self) -> bool:

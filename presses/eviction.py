@@ -54,6 +54,8 @@ class EvictionPress:
         object.__setattr__(self, "budget", Budget.of(self.budget))
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
             raise ValueError(f"`interval` must be a positive number of tokens, got {self.interval!r}")
+        for name in ("compress_prompt", "record_events"):
+            _require_type(name, getattr(self, name), bool)
         self.budget.require_at_least(self.allocator.num_sinks + 1)
         if self.budget.tokens is not None:
             self.warn_if_protected_fill(self.budget.tokens)
@@ -211,6 +213,8 @@ def _check_slots(allocator: EvictingAllocator, slots: Tensor, length: int) -> No
     """Not on a GPU, where looking at slots means to wait for them."""
     if slots.device.type != "cpu":
         return
+    if not slots.numel() or int(slots.max()) < 0:
+        raise ValueError(f"{type(allocator).__name__} kept no slot in any head")
     ends = slots[..., 1:] == -1
     ascend = bool((ends | (slots[..., 1:] > slots[..., :-1])).all()) and not bool(
         (ends[..., :-1] & ~ends[..., 1:]).any()

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from kvstitch.presses.attention import chunk_attention, decode_attention
 from kvstitch.presses.cache import Request, StitchLayer
 from kvstitch.presses.model import read_model
-from kvstitch.presses.versions import passed_cache
+from kvstitch.presses.versions import chunks_are_right, passed_cache
 from kvstitch.views import Needs, Rotary
 
 _NAME_PREFIX = "kvstitch_"
@@ -44,6 +44,8 @@ class Run:
         self._installed_name: str | None = None
         # Logical length of the prompt while `generate` runs: its last chunk may be a single token.
         self._prompt_until = 0
+        # `generate` of older versions numbers the tokens of later chunks from 0 again.
+        self._numbers_chunks = False
         self._use_stock = False
         self._forwards = 0
         self._slots_summed = 0.0
@@ -124,17 +126,22 @@ class Run:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The model as it was before the press, for as long as the block lasts (a dense forward in between)."""
+        was_at_work = bool(self._undo)
         self._uninstall()
         try:
             yield
         finally:
-            self._install()
+            if was_at_work:
+                self._install()
 
     def _install(self) -> None:
         config = self._facts.decoder.config
-        self._user_attention = config._attn_implementation
-        if str(self._user_attention).startswith(_NAME_PREFIX):
-            raise RuntimeError("another press is at work on this model; leave its `with` block first")
+        attention = config._attn_implementation
+        if str(attention).startswith(_NAME_PREFIX):
+            other = "this press is" if attention == self._installed_name else "another press is"
+            raise RuntimeError(f"{other} at work on this model; leave its `with` block first")
+        # Only now: the block that is still open puts back what it found.
+        self._user_attention = attention
         name = f"{_NAME_PREFIX}{next(_run_numbers)}"
         AttentionInterface.register(name, self._attention)
         AttentionMaskInterface.register(name, self._mask)
@@ -186,17 +193,36 @@ class Run:
                 raise NotImplementedError(
                     f"cache_implementation={implementation!r} cannot be compacted; leave it out, the press needs a dynamic cache"
                 )
+            if given.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None:
+                self._refuse_chunks_of_generate(given)
+                self._numbers_chunks = given.get("position_ids") is None
             prompt = next((given[name] for name in _PROMPT_ARGUMENTS if given.get(name) is not None), None)
             self._prompt_until = 0 if prompt is None else prompt.shape[1]
             try:
                 return generate(*args, **kwargs)
             finally:
-                self._prompt_until = 0
+                self._prompt_until, self._numbers_chunks = 0, False
 
         self.model.generate = guarded
         if had_own:
             return lambda: setattr(self.model, "generate", generate)
         return lambda: delattr(self.model, "generate")
+
+    def _refuse_chunks_of_generate(self, given: dict) -> None:
+        """`prefill_chunk_size` where this version of transformers gets it wrong, and numbering its chunks does not mend it."""
+        if chunks_are_right(self.model):
+            return
+        cache = given.get("past_key_values")
+        reason = None
+        if self._facts.num_sliding_layers:
+            reason = "reads the prompts of models with sliding-window layers wrongly"
+        elif isinstance(cache, Cache) and cache.get_seq_length() > 0:
+            reason = "does not go on from a cache that holds tokens"
+        if reason is not None:
+            raise NotImplementedError(
+                f"`generate(prefill_chunk_size=…)` of this version of transformers {reason}; feed the chunks to the model "
+                "yourself, or take a newer transformers"
+            )
 
     # -- around each forward ----------------------------------------------------------------------------------------
 
@@ -229,10 +255,15 @@ class Run:
         if cache is None:
             cache = DynamicCache(config=decoder.config)
             arguments[self._facts.cache_argument] = cache
-        request = self._admit(cache, arguments.get("attention_mask"))
-        tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-        self._advance(request, tokens.shape[1])
         mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
+        # Before anything is evicted for a forward that is refused.
+        _refuse_arguments(mask, position_ids)
+        request = self._admit(cache, mask)
+        _refuse_torn(self._layers())
+        tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        if self._numbers_chunks and self.seen_tokens < self._prompt_until:
+            position_ids = None
+        self._advance(request, tokens.shape[1])
         if position_ids is None:
             position_ids = self._position_ids(tokens, mask)
             if "position_ids" in self._facts.argument_names:
@@ -273,6 +304,7 @@ class Run:
             if stock[index].is_initialized and stock[index].get_seq_length() > 0:
                 self._fill(layer, stock[index].keys, stock[index].values, mask)
             stock[index] = layer
+        request.beside = tuple(layer for index, layer in enumerate(stock) if index not in full)
         cache.layers = stock
         cache.layer_class_to_replicate = None
         return request
@@ -312,8 +344,12 @@ class Run:
     def _position_ids(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """`[B, N]` as `generate` makes them: padding does not count, so that a row is what it would be alone."""
         start, count = self.seen_tokens, tokens.shape[1]
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != start + count:
-            return torch.arange(start, start + count, device=tokens.device)[None].expand(tokens.shape[0], -1)
+        if mask is None or mask.shape[1] != start + count:
+            # The cache remembers its padding where the mask does not tell.
+            layers = self._layers()
+            first = layers[0].next_position()[:, None].to(tokens.device) if start and layers[0].had_padding else start
+            steps = torch.arange(count, device=tokens.device)[None].expand(tokens.shape[0], -1)
+            return first + steps
         # The sum of a row and not its running sum: a decoded token must not cost a tensor as long as the cache.
         earlier = mask[:, :start].sum(dim=-1, keepdim=True)
         return (earlier + mask[:, start:].cumsum(dim=-1) - 1).clamp(min=0).to(tokens.device)
@@ -321,18 +357,9 @@ class Run:
     def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor) -> None:
         """Tell the layers which positions arrive, so that they know them without a look at the model's arguments."""
         batch, count = tokens.shape[:2]
-        if position_ids.dim() != 2:
-            raise NotImplementedError(
-                f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]"
-            )
         positions = position_ids.expand(batch, -1)
         request.has_padding = False
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dim() != 2:
-                raise NotImplementedError(
-                    "a press needs the 2-D attention mask [B, N] (1 = token, 0 = padding); a custom mask cannot follow "
-                    f"the slots through evictions, got {_describe(mask)}"
-                )
             real = mask[:, -count:].to(device=positions.device, dtype=torch.bool)
             # A decode step on a GPU must not wait for the device: one decoded token is taken to be real there unless the
             # request has padding anyway.
@@ -421,6 +448,28 @@ def _refuse_cache(cache: Cache) -> None:
         )
     if getattr(cache, "offloading", False):
         raise NotImplementedError("a press does not support offloaded caches: keys and values must stay on the device")
+
+
+def _refuse_arguments(mask: object, position_ids: Tensor | None) -> None:
+    if position_ids is not None and position_ids.dim() != 2:
+        raise NotImplementedError(
+            f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]"
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        raise NotImplementedError(
+            "a press needs the 2-D attention mask [B, N] (1 = token, 0 = padding); a custom mask cannot follow the slots "
+            f"through evictions, got {_describe(mask)}"
+        )
+
+
+def _refuse_torn(layers: list[StitchLayer]) -> None:
+    """A forward that ended in an exception left its tokens in some layers only."""
+    seen = {layer.seen_tokens for layer in layers}
+    if len(seen) > 1:
+        raise RuntimeError(
+            f"a forward over this cache ended in the middle, so that its layers hold {min(seen)} to {max(seen)} tokens; begin "
+            "with a new cache"
+        )
 
 
 def _describe(mask) -> str:

@@ -1,9 +1,11 @@
 """What differs between the versions of transformers that kvstitch supports, 5.2 to 5.24; no other module knows."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 # The argument that carries the cache through the decoder was renamed in 5.24.
 _CACHE_ARGUMENTS = ("past_key_values", "cache")
@@ -27,3 +29,8 @@ def query_count(query: Tensor | int) -> int:
 def length_after_crop(tokens: int, seen_tokens: int) -> int:
     """Logical length that `crop(tokens)` asks for: `-n` removes n in every version, above 0 is a length before 5.16."""
     return seen_tokens + tokens if tokens <= 0 else min(tokens, seen_tokens)
+
+
+def chunks_are_right(model: PreTrainedModel) -> bool:
+    """Whether `generate(prefill_chunk_size=…)` goes on where the last chunk ended; 5.2 begins anew with each."""
+    return "is_first_iteration" in inspect.signature(model._prefill).parameters

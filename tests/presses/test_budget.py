@@ -1,3 +1,6 @@
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from kvstitch.presses import Budget, EvictionPress
     "value, expected",
     [
         (256, Budget(tokens=256)),
+        (np.int64(256), Budget(tokens=256)),
         (0.25, Budget(fraction=0.25)),
         (1.0, Budget(fraction=1.0)),
         ("64MiB", Budget(bytes=64 * 2**20)),
@@ -49,6 +53,13 @@ def test_fractions_are_exact_and_per_row():
     assert Budget(fraction=0.1).slots(seen, 1, least=1).tolist() == [3, 1, 1, 1, 100]
     assert Budget(fraction=0.29).slots(seen, 1, least=2).tolist() == [8, 2, 2, 2, 290]
     assert Budget(fraction=1.0).slots(seen, 1, least=1).tolist() == seen.tolist()
+
+
+@pytest.mark.parametrize("fraction", [1 / 3, 2 / 3, 512 / 3000, 0.7071067811865476])
+def test_long_decimals_of_long_texts_stay_exact(fraction):
+    seen = [100, 3000, 32768, 2**20, 2**40]
+    expected = [int(Fraction(str(fraction)) * tokens) for tokens in seen]
+    assert Budget(fraction=fraction).slots(torch.tensor(seen), 1, least=5).tolist() == expected
 
 
 def test_bytes_round_down_and_have_a_floor():

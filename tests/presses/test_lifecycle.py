@@ -10,6 +10,8 @@ from transformers import (
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -115,6 +117,85 @@ def test_nested_presses_are_refused(llama, press):
         with pytest.raises(RuntimeError, match="another press is at work"), press(llama):
             pass
     assert fingerprint(llama) == before
+
+
+@pytest.mark.parametrize("case", ["entered twice", "paused twice", "entered while paused"])
+def test_one_run_within_itself_restores_everything(llama, random_tokens, press, case):
+    before, ids = fingerprint(llama), random_tokens(1, 20)
+    run = press(llama)
+    with run:
+        pressed = generate(llama, ids)
+        if case == "entered twice":
+            with pytest.raises(RuntimeError, match="this press is at work"), run:
+                pass
+        else:
+            with run.paused(), run if case == "entered while paused" else run.paused():
+                pass
+        assert torch.equal(generate(llama, ids), pressed)
+    assert fingerprint(llama) == before
+    generate(llama, ids)
+    with press(llama):
+        assert torch.equal(generate(llama, ids), pressed)
+
+
+def test_a_refused_forward_evicts_nothing(llama, random_tokens, press):
+    ids = random_tokens(1, 20)
+    with press(llama) as run, torch.no_grad():
+        cache = llama(ids, use_cache=True).past_key_values
+        with pytest.raises(NotImplementedError, match="2-D attention mask"):
+            llama(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 21))
+        with pytest.raises(NotImplementedError, match="position_ids of shape"):
+            llama(ids[:, :1], past_key_values=cache, position_ids=torch.zeros(3, 1, 1, dtype=torch.int64))
+        assert run.stored_tokens == [20] * 4 and not run.events
+
+
+def test_a_forward_that_ended_in_the_middle_is_not_gone_on_from(llama, random_tokens, press):
+    ids = random_tokens(1, 20)
+    with press(llama), torch.no_grad():
+        cache = llama(ids, use_cache=True).past_key_values
+        hook = llama.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llama(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="ended in the middle.* 20 to 21 tokens; begin with a new cache"):
+            llama(ids[:, :1], past_key_values=cache)
+        llama(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "short"])
+def test_a_padded_cache_remembers_its_padding(llama, left_padded, press, mask):
+    """A loop that leaves the mask out, or gives that of the new tokens only, gets what the whole mask gives."""
+    ids, whole, _ = left_padded([20, 11])
+    new = ids[:, -3:]
+    with press(llama), torch.no_grad():
+        logits = []
+        for given in (mask, "whole"):
+            cache = llama(ids, attention_mask=whole, use_cache=True).past_key_values
+            seen = whole
+            for token in new.split(1, dim=1):
+                seen = torch.cat((seen, seen.new_ones(2, 1)), dim=1)
+                masks = {"none": None, "short": seen[:, -1:], "whole": seen}
+                logits.append(llama(token, past_key_values=cache, attention_mask=masks[given]).logits)
+    assert (torch.cat(logits[:3]) - torch.cat(logits[3:])).abs().max() < 1e-5
+
+
+def test_a_mixed_model_is_rolled_back_whole_or_not_at_all(key_hash, shaped_topk, random_tokens):
+    """The full layers come first, and a sliding layer behind them that has forgotten refuses."""
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, use_sliding_window=True, sliding_window=8, max_window_layers=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval()
+    with pytest.warns(UserWarning, match="sliding window"), torch.no_grad():
+        with EvictionPress(key_hash, shaped_topk(), budget=9, interval=50)(model):
+            cache = model(random_tokens(1, 20), use_cache=True).past_key_values
+            with pytest.raises(RuntimeError, match="sliding-window layers saw 20 tokens and remember the last 8"):
+                cache.crop(-2)
+            assert [layer.get_seq_length() for layer in cache.layers] == [20] * 4
+            short = model(random_tokens(1, 6), use_cache=True).past_key_values
+            short.crop(-2)
+            assert [layer.get_seq_length() for layer in short.layers] == [4] * 4
 
 
 def test_paused_gives_the_dense_model(llama, random_tokens, press):

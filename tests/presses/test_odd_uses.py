@@ -1,6 +1,7 @@
 """Uses that nobody plans: caches from elsewhere, copies, other modes, models without a head, allocators that err."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import DynamicCache
 from kvstitch.allocators import EvictingAllocator, GlobalTopK, Pyramid, SegmentQuota, Selection
 from kvstitch.presses import EvictionPress, RetrievalPress
 from kvstitch.presses.cache import Request, StitchLayer
+from kvstitch.presses.versions import chunks_are_right
 from kvstitch.scorers import TOVA, KeyDiff, SnapKV, TriAttention
 
 TOPK = GlobalTopK(num_sinks=1, num_recent=1)
@@ -219,16 +221,36 @@ def test_padding_is_counted_through_beams_and_roll_back():
     assert layer.row_tokens().tolist() == [3, 2]
 
 
-@pytest.mark.parametrize("chunk", [8, 16, 33])
-def test_a_prompt_whose_last_chunk_is_one_token_ends_with_it(llama, random_tokens, chunk):
-    """What is generated is not compared: transformers 5.2 gives chunks of a prompt wrong positions, press or not."""
-    ids = random_tokens(1, 33)
-    press = EvictionPress(KeyDiff(), TOPK, 12, interval=50, compress_prompt=True)
-    with press(llama) as run:
-        llama.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, prefill_chunk_size=chunk
-        )
-    assert [event.seen_tokens for event in run.events] == [33]
+@pytest.mark.parametrize("chunk", [8, 16, 32])
+def test_chunks_of_generate_are_the_whole_prompt(model, left_padded, chunk):
+    """Padded rows, and a last chunk of one token, which ends the prompt and is no decoded token."""
+    ids, mask, _ = left_padded([33, 20])
+    press = EvictionPress(KeyDiff(), TOPK, 12, interval=4, compress_prompt=True)
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with press(model) as run:
+            whole = model.generate(ids, **options)
+            events = [(event.reason, event.seen_tokens) for event in run.events]
+        with press(model) as run:
+            if run._facts.num_sliding_layers and not chunks_are_right(model):
+                with pytest.raises(NotImplementedError, match="sliding-window layers wrongly; feed the chunks"):
+                    model.generate(ids, prefill_chunk_size=chunk, **options)
+                return
+            assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), whole)
+            assert [(event.reason, event.seen_tokens) for event in run.events] == events
+
+
+def test_positions_of_the_users_own_are_kept_in_chunks(llama, random_tokens):
+    """Only the numbers that `generate` made up itself are replaced."""
+    ids = random_tokens(1, 20)
+    if not chunks_are_right(llama):
+        pytest.skip("this version of transformers cannot take positions in chunks")
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    positions = torch.arange(7, 27)[None]
+    with EvictionPress(KeyDiff(), TOPK, 12, interval=50)(llama) as run:
+        llama.generate(ids, position_ids=positions, prefill_chunk_size=8, **options)
+        assert run.positions(0)[0, 0, :20].tolist() == positions[0].tolist()
 
 
 def test_attention_weights_are_refused(llama, random_tokens):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvstitch.evaluation.plots import can_plot
 
@@ -193,3 +194,18 @@ def test_a_press_of_kvpress_is_a_row_beside_ours(script, tiny_arguments):
 def test_help_names_the_groups(script):
     with pytest.raises(SystemExit):
         script("run", "--help")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_model_placed_by_accelerate_gives_the_same(script, tiny_arguments):
+    placed = [*(text for text in tiny_arguments if not text.startswith("model.device=")), "model.device_map=auto"]
+    if torch.cuda.is_available():
+        placed[-1] = "model.device_map=cpu"
+    assert script("run", *tiny_arguments).status == 0
+    outcome = script("run", *placed, "output_dir=placed")
+    assert outcome.status == 0, outcome.err
+    answers = [
+        [json.loads(line)["answers"] for line in next(Path(name).glob("*/predictions.jsonl")).read_text().splitlines()]
+        for name in ("runs", "placed")
+    ]
+    assert answers[0] == answers[1]
