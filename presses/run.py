@@ -363,8 +363,9 @@ class Run:
             real = mask[:, -count:].to(device=positions.device, dtype=torch.bool)
             # A decode step on a GPU must not wait for the device: one decoded token is taken to be real there unless the
             # request has padding anyway.
-            if count > 1 or mask.device.type == "cpu" or self._layers()[0].has_empty:
-                request.has_padding = True if count == 1 and mask.device.type != "cpu" else not bool(real.all())
+            may_look = count > 1 or _costs_no_wait(mask)
+            if may_look or self._layers()[0].has_empty:
+                request.has_padding = not bool(real.all()) if may_look else True
                 positions = torch.where(real, positions, -1)
         request.positions = positions
         request.announced = True
@@ -470,6 +471,11 @@ def _refuse_torn(layers: list[StitchLayer]) -> None:
             f"a forward over this cache ended in the middle, so that its layers hold {min(seen)} to {max(seen)} tokens; begin "
             "with a new cache"
         )
+
+
+def _costs_no_wait(tensor: Tensor) -> bool:
+    """Whether a value can be read at once."""
+    return tensor.device.type == "cpu"
 
 
 def _describe(mask) -> str:

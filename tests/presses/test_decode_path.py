@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstitch.allocators import GlobalTopK, SegmentQuota
 from kvstitch.presses import EvictionPress
+from kvstitch.presses import run as run_module
 from kvstitch.scorers import TOVA, TriAttention
 
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.unique", "aten.masked_select", "aten.equal")
@@ -49,6 +50,31 @@ def test_a_step_between_events(llama, random_tokens, key_hash, shaped_topk, shap
         seen.append((watch.operators, watch.largest))
     # Same work and same memory whether 44 or 304 slots are stored.
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("pad", [0, 9])
+def test_a_step_with_a_mask(llama, random_tokens, key_hash, shaped_topk, pad, monkeypatch):
+    """As `generate` gives it: read at once on a CPU; where reading means to wait, it is not looked at, to the same result."""
+    ids = random_tokens(2, 340)
+    whole = torch.ones(2, 350, dtype=torch.int64)
+    whole[1, :pad] = 0
+    logits = {}
+    for waits in (False, True):
+        if waits:
+            monkeypatch.setattr(run_module, "_costs_no_wait", lambda mask: False)
+        press = EvictionPress(key_hash, shaped_topk(), budget=40, interval=100, compress_prompt=True)
+        with press(llama) as run, torch.no_grad():
+            out = llama(ids, attention_mask=whole[:, :340], use_cache=True)
+            logits[waits] = []
+            for step in range(6):
+                with Watch() as watch:
+                    mask = whole[:, : 341 + step]
+                    out = llama(ids[:, :1], attention_mask=mask, past_key_values=out.past_key_values)
+                logits[waits].append(out.logits)
+                if step:
+                    assert watch.syncs == ([] if waits else ["aten._local_scalar_dense.default"])
+            assert run.num_events == 1
+    assert torch.equal(torch.cat(logits[True]), torch.cat(logits[False]))
 
 
 FEW = dict(num_sinks=1, num_recent=2)
