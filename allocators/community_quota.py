@@ -12,7 +12,7 @@ from kvstitch.allocators.evidence import Evidence
 from kvstitch.allocators.limits import Limits
 from kvstitch.allocators.options import check_choices, check_counts
 from kvstitch.allocators.retrieval.graph import attention_graph
-from kvstitch.allocators.retrieval.partition import capped, leiden_of_size
+from kvstitch.allocators.retrieval.partition import Communities, capped, leiden_of_size
 from kvstitch.allocators.selector import Partition, protected, select, slots_of
 from kvstitch.kernels.segment_quota.quotas import water_fill
 from kvstitch.kernels.segment_quota.reference import protected_limits
@@ -76,7 +76,7 @@ class CommunityQuota(EvictingAllocator):
     ) -> Selection:
         batch, heads, slots = scores.shape
         limits = Limits.of(keep, batch, scores.device)
-        ids = self.communities(view, state.get("community"))
+        ids, graphs = self._cut_all(view, state.get("community"))
         regions = int(ids.max()) + 1
         partition = Partition.of_ids(ids, regions)
         count = view.valid.sum(dim=-1, keepdim=True)
@@ -93,7 +93,13 @@ class CommunityQuota(EvictingAllocator):
         # A row that loses nothing keeps what it has, so that a neighbour's event does not cut it anew.
         carried = torch.where(quota < count, ids, _lengthened(state.get("community"), ids))
         carried = carried.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -1)
-        return Selection(kept, state={"community": carried}, details={"quotas": quotas, "lengths": lengths.long()})
+        details = {
+            "quotas": quotas,
+            "lengths": lengths.long(),
+            "modularity": graphs[..., 0],
+            "resolution": graphs[..., 1],
+        }
+        return Selection(kept, state={"community": carried}, details=details)
 
     def communities(self, view: LayerView, carried: Int64[Tensor, "B H C"] | None = None) -> Int64[Tensor, "B H T"]:
         """The community of each slot, from 0 in each head; empty slots are in community 0.
@@ -101,16 +107,24 @@ class CommunityQuota(EvictingAllocator):
         Args:
             carried: communities of the first C slots at the last event.
         """
+        return self._cut_all(view, carried)[0]
+
+    def _cut_all(
+        self, view: LayerView, carried: Int64[Tensor, "B H C"] | None
+    ) -> tuple[Int64[Tensor, "B H T"], Float32[Tensor, "B H 2"]]:
+        """The community of each slot; modularity and resolution of Leiden's partition of each graph."""
         weights, columns = self._edges(view)
         old = _lengthened(carried, view.positions)
         ids = torch.zeros_like(view.positions)
+        graphs = torch.zeros(*ids.shape[:2], 2, device=ids.device)
         for row in range(ids.shape[0]):
             for head in range(ids.shape[1]):
                 valid = view.valid[row, head].cpu().numpy()
                 edges = (weights[row, head].cpu().numpy(), columns[row, head].cpu().numpy())
-                cut = self._cut(*edges, valid, old[row, head].cpu().numpy())
+                cut, found = self._cut(*edges, valid, old[row, head].cpu().numpy())
                 ids[row, head] = torch.from_numpy(cut).to(ids.device)
-        return ids
+                graphs[row, head] = torch.tensor([found.modularity, found.resolution])
+        return ids, graphs
 
     @property
     def _evidence(self) -> Evidence:
@@ -141,15 +155,19 @@ class CommunityQuota(EvictingAllocator):
             blocks.append(weights.topk(top_k, dim=-1))
         return torch.cat([block.values for block in blocks], 2), torch.cat([block.indices for block in blocks], 2)
 
-    def _cut(self, weights: np.ndarray, columns: np.ndarray, valid: np.ndarray, old: np.ndarray) -> np.ndarray:
-        """Communities of one head, from 0; empty slots in community 0."""
+    def _cut(
+        self, weights: np.ndarray, columns: np.ndarray, valid: np.ndarray, old: np.ndarray
+    ) -> tuple[np.ndarray, Communities]:
+        """Communities of one head, from 0, empty slots in community 0; and what Leiden found."""
         ids = np.zeros(len(valid), np.int64)
         # Nodes are numbered over the valid slots: Leiden visits them by number, so padding would change what it finds.
         place = np.cumsum(valid) - 1
-        ids[valid] = self._cut_packed(weights, place[columns], int(valid.sum()), old[valid])
-        return ids
+        ids[valid], found = self._cut_packed(weights, place[columns], int(valid.sum()), old[valid])
+        return ids, found
 
-    def _cut_packed(self, weights: np.ndarray, columns: np.ndarray, length: int, old: np.ndarray) -> np.ndarray:
+    def _cut_packed(
+        self, weights: np.ndarray, columns: np.ndarray, length: int, old: np.ndarray
+    ) -> tuple[np.ndarray, Communities]:
         query = np.broadcast_to(np.arange(weights.shape[0])[:, None], weights.shape)
         # Rounded, so that the last bits of a product do not decide between partitions.
         weights = weights.astype(np.float64).round(_WEIGHT_DECIMALS)
@@ -160,14 +178,15 @@ class CommunityQuota(EvictingAllocator):
         graph = graph[:length, :length].tocsr()
         graph.sort_indices()
         degrees = np.asarray(graph.sum(axis=1)).ravel()
-        labels = np.where(degrees > 0, leiden_of_size(graph, self.target_tokens, self.seed).labels, -1)
+        found = leiden_of_size(graph, self.target_tokens, self.seed)
+        labels = np.where(degrees > 0, found.labels, -1)
         keeps_old = (degrees == 0) & (old >= 0)
         labels[keeps_old] = labels.max(initial=-1) + 1 + old[keeps_old]
         alone = labels < 0
         labels[alone] = labels.max(initial=-1) + 1 + np.arange(int(alone.sum())) // self.run_tokens
         inside = np.unique(labels, return_inverse=True)[1]
         # A degree of at least a little, so that only size and degree decide who is pooled.
-        return capped(inside, degrees + 1e-12, max(1, length // self.min_mean_tokens), self.run_tokens)
+        return capped(inside, degrees + 1e-12, max(1, length // self.min_mean_tokens), self.run_tokens), found
 
 
 def _attention(window: QueryWindow, view: LayerView) -> Float32[Tensor, "B H W T"]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstitch.evaluation.metrics import retained_iou, wiped_regions
+from kvstitch.evaluation.records import whole_file
 from kvstitch.presses import CompactionEvent, RetrievalRun
 
 
@@ -21,7 +22,8 @@ def event_metrics(events: Sequence[CompactionEvent], num_layers: int) -> dict[st
 
     Returns:
         `events`; `wiped_regions` after the last of them and `retained_iou` between neighbours, both means over layers, rows
-        and kv heads; `event_seconds`, the mean of one.
+        and kv heads; `event_seconds`, the mean of one. Where the allocator cuts graphs also `modularity`, `resolution` and
+        `graph_tokens`, means over events, layers, rows and kv heads.
     """
     ious = [
         retained_iou(before, after, event.seen_tokens).mean().item()
@@ -34,7 +36,18 @@ def event_metrics(events: Sequence[CompactionEvent], num_layers: int) -> dict[st
         "wiped_regions": _wiped_after(events, num_layers),
         "retained_iou": statistics.fmean(ious) if ious else None,
         "event_seconds": seconds / len(events) if events else None,
+    } | _graph_metrics(events)
+
+
+def _graph_metrics(events: Sequence[CompactionEvent]) -> dict[str, float]:
+    cut = [layer for event in events for layer in event.layers if "modularity" in layer.details]
+    if not cut:
+        return {}
+    means = {
+        name: statistics.fmean(layer.details[name].mean().item() for layer in cut)
+        for name in ("modularity", "resolution")
     }
+    return means | {"graph_tokens": statistics.fmean(layer.slots_before for layer in cut)}
 
 
 def _wiped_after(events: Sequence[CompactionEvent], num_layers: int) -> float:
@@ -110,11 +123,13 @@ def _labels(positions: Tensor, sizes: Tensor, num_sinks: int) -> np.ndarray:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write compressed NumPy arrays that appear whole or not at all."""
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("wb") as file:
+    """Write compressed NumPy arrays that appear whole or not at all.
+
+    Raises:
+        RunError: the disk is full or read-only; what stood there is kept.
+    """
+    with whole_file(path) as file:
         np.savez_compressed(file, **arrays)
-    scratch.replace(path)
 
 
 def _stacked(rows: Sequence[Tensor | None], kind: type) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Metric:
 
 def write_percent(share: float) -> str:
     """`55.0 %`."""
-    return f"{100 * share:.1f} %"
+    return f"{fixed(100 * share, 1)} %"
 
 
 def write_bytes(value: float) -> str:
@@ -45,8 +46,13 @@ def write_bytes(value: float) -> str:
     return f"{value:.2f} GiB"
 
 
+def fixed(value: float, decimals: int, sign: str = "") -> str:
+    """With so many decimals; what rounds to nothing has no minus. `sign`: "+" to write that of other numbers, too."""
+    return f"{value if round(value, decimals) else 0.0:{sign}.{decimals}f}"
+
+
 def _decimals(count: int, sign: str = "") -> Callable[[float], str]:
-    return f"{{:{sign}.{count}f}}".format
+    return partial(fixed, decimals=count, sign=sign)
 
 
 _BOTH_SIDES = (
@@ -57,6 +63,7 @@ _BOTH_SIDES = (
     ("repetition", "repeated 4-grams", write_percent),
     ("seconds", "seconds an answer", _decimals(2)),
     ("nll", "NLL, nats a token", _decimals(4)),
+    ("perplexity", "perplexity", _decimals(2)),
     ("mean_slots", "slots a kv head, mean", _decimals(0)),
     ("peak_slots", "slots a kv head, peak", _decimals(0)),
     ("mean_kv_bytes", "KV storage, mean", write_bytes),
@@ -90,6 +97,8 @@ _PRESSED_ONLY = (
     ("event_seconds", "seconds an event", _decimals(3)),
     ("event_time_share", "time in events", write_percent),
 )
+# Peaks of all that runs: of the pressed model alone only where the dense one's was measured apart from it.
+SHARED_PEAKS = frozenset({"peak_process_bytes", "peak_device_bytes"})
 KNOWN_METRICS = {
     name: Metric(name, title, write, has_dense)
     for metrics, has_dense in ((_BOTH_SIDES, True), (_PRESSED_ONLY, False))

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
+import yaml
 from filelock import FileLock, Timeout
 
 PREDICTIONS = "predictions.jsonl"
@@ -49,6 +50,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self._is_held = False
 
     def __str__(self) -> str:
         return str(self.path)
@@ -75,6 +77,7 @@ class RunFolder:
             ) from None
         try:
             self._claim(config_yaml)
+            self._is_held = True
             yield self
         except BaseException:
             # While the lock is held: whoever waits for it finds no folder and says so.
@@ -82,6 +85,7 @@ class RunFolder:
                 shutil.rmtree(self.path)
             raise
         finally:
+            self._is_held = False
             lock.release()
 
     def _claim(self, config_yaml: str) -> None:
@@ -96,7 +100,10 @@ class RunFolder:
         return self.path / PREDICTIONS
 
     def read_records(self) -> list[dict[str, Any]]:
-        """The finished samples, after a last line torn by a killed process has been cut off.
+        """The finished samples, without a last line that was torn by a killed process.
+
+        Inside `opened` the file is mended, too: the torn line is cut off. Whoever only looks on writes nothing, because
+        another process may just be at that line.
 
         Raises:
             RunError: a line that no interrupted write explains, or a sample twice; both named by line.
@@ -106,8 +113,10 @@ class RunFolder:
         content = self.predictions.read_bytes()
         lines = content.split(b"\n")
         tail = lines.pop()
-        if tail:
-            self._mend(content, tail, lines)
+        if tail and self._is_held:
+            self._mend(content, tail)
+        if tail and _parse(tail) is not None:
+            lines.append(tail)
         records, seen = [], set()
         for number, line in enumerate(lines, start=1):
             record = _parse(line)
@@ -121,13 +130,12 @@ class RunFolder:
             records.append(record)
         return records
 
-    def _mend(self, content: bytes, tail: bytes, lines: list[bytes]) -> None:
+    def _mend(self, content: bytes, tail: bytes) -> None:
         """A line without its end: whole but for the newline, or cut short and then not worth keeping."""
         with self.predictions.open("r+b") as file:
             if _parse(tail) is not None:
                 file.seek(0, os.SEEK_END)
                 file.write(b"\n")
-                lines.append(tail)
             else:
                 file.truncate(len(content) - len(tail))
             file.flush()
@@ -152,9 +160,32 @@ class RunFolder:
             ) from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Content of a JSON file of the folder, None if it is not there."""
+        """Content of a JSON file of the folder, None if it is not there.
+
+        Raises:
+            RunError: it is not such a file any more.
+        """
         path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return _mapping(path, json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise _damaged(path, error) from error
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration.
+
+        Raises:
+            RunError: there is none, or it cannot be read any more.
+        """
+        path = self.path / CONFIG
+        if not path.is_file():
+            raise RunError(f"{self.path} is no run folder: it has no {CONFIG}")
+        try:
+            return _mapping(path, yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, ValueError) as error:
+            raise _damaged(path, error) from error
 
     def write_error(self, text: str) -> None:
         """Say in the folder, which is made if need be, why the run did not finish."""
@@ -176,21 +207,49 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunError: the disk is full or read-only; what stood there is kept.
     """
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into, which takes its place when the block is left, on the disk and whole, or not at all.
+
+    Raises:
+        RunError: the disk is full or read-only; what stood there is kept, and nothing else is left.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _mapping(path: Path, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise _damaged(path, f"a mapping is wanted, not {content!r:.40}")
+    return content
+
+
+def _damaged(path: Path, reason: Exception | str) -> RunError:
+    # Of several lines of explanation the first says what is wrong.
+    return RunError(f"{path} is damaged ({str(reason).splitlines()[0]}); move {path.parent} away")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_refuse_constant)
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """NaN and infinities, which `append` never writes."""
+    raise ValueError(f"{name} is no JSON")

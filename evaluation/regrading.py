@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvstitch.evaluation.answers import answer_metrics
 from kvstitch.evaluation.records import CONFIG, RunError, RunFolder
 from kvstitch.evaluation.tasks.base import Question, Task
@@ -50,12 +48,15 @@ def regrade(run_folder: Path) -> Regraded:
     """Grade every answer in `predictions.jsonl` by the task of `config.yaml`; nothing is written.
 
     Raises:
-        RunError: no run folder, or its task is not one of ours.
+        RunError: no run folder, one that is damaged, or its task is not one of ours.
     """
     task = recorded_task(run_folder)
     records = RunFolder(run_folder).read_records()
     if not records:
         raise RunError(f"{run_folder} holds no finished sample")
+    for record in records:
+        if "error" not in record and not {"answers", "metrics"} <= record.keys():
+            raise RunError(f"{run_folder}: sample {record['id']!r} has no answers and metrics")
     changes: list[Change] = []
     renewed = [record if "error" in record else _renewed(task, record, changes) for record in records]
     return Regraded(renewed, _accuracy(records), _accuracy(renewed), changes)
@@ -68,10 +69,8 @@ def recorded_task(run_folder: Path) -> Task:
         RunError: no configuration, or its task is not one of ours.
     """
     path = run_folder / CONFIG
-    if not path.is_file():
-        raise RunError(f"{run_folder} is no run folder: it has no {CONFIG}")
-    options = dict(yaml.safe_load(path.read_text(encoding="utf-8"))["task"])
-    target = str(options.pop("_target_"))
+    options = dict(RunFolder(run_folder).read_config().get("task") or {})
+    target = str(options.pop("_target_", None))
     module, _, name = target.rpartition(".")
     if not module.startswith("kvstitch.evaluation.tasks"):
         raise RunError(f"{path}: task._target_={target} is not a task of kvstitch")

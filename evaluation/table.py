@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstitch.evaluation.metric_titles import known
+from kvstitch.evaluation.metric_titles import SHARED_PEAKS, known
 
 ROWS = known(
     "accuracy",
@@ -17,6 +17,7 @@ ROWS = known(
     "repetition",
     "nll",
     "nll_difference",
+    "perplexity",
     "kl",
     "top1_agreement",
     "wiped_regions",
@@ -26,6 +27,7 @@ ROWS = known(
     "mean_kv_bytes",
     "kv_bytes",
     "auxiliary_bytes",
+    "peak_process_bytes",
     "peak_device_bytes",
     "read_slots",
     "read_bytes",
@@ -71,6 +73,8 @@ def build_table(summary: Mapping[str, Any]) -> Table:
     for row in ROWS:
         if row.name in _ONLY_GENERATED and run["mode"] != "generate":
             continue
+        if row.name in SHARED_PEAKS and not _cell(metrics.get(row.dense), row.write):
+            continue
         cells = [_cell(metrics.get(name), row.write) for name in (row.name, row.dense) if name or has_press]
         cells = cells if has_press else cells[-1:]
         if any(cells):
@@ -114,24 +118,17 @@ def _cell(summary: Mapping[str, Any] | None, write: Callable[[float], str]) -> s
 def notes(summary: Mapping[str, Any]) -> list[Text]:
     """Warnings about the run as a whole."""
     found = []
+    run, bound = summary["run"], summary.get("bound_samples")
     if summary["budget_bound"] is False:
-        found.append(
-            Text(
-                f"THE BUDGET NEVER BOUND: no sample ever held more than {summary['run']['budget']} when an event was due, so "
-                "nothing was evicted and the press was not tested. Lower budget or interval, take longer samples, or "
-                "compress the prompt, too (press.compress_prompt=true), where answers are shorter than an interval of "
-                f"{summary['run']['interval']} tokens.",
-                style="bold red",
-            )
-        )
+        found.append(Text(_never_bound(run), style="bold red"))
+    elif bound is not None and bound < (measured := summary["metrics"]["events"]["n"]):
+        found.append(Text(f"The budget {bound_in(bound, measured)}.", style="yellow"))
     compared = summary["metrics"].get("compared_tokens")
-    if compared is not None and compared["mean"] == 0 and summary["run"]["mode"] == "replay":
+    if compared is not None and compared["mean"] == 0 and run["mode"] == "replay":
+        least = "two tokens" if run["interval"] is None else f"one interval of {run['interval']} tokens"
+        held = "had" if run["interval"] is None else "was longer than"
         found.append(
-            Text(
-                f"No trace was longer than one interval of {summary['run']['interval']} tokens, so NLL, KL and agreement "
-                "have nothing to compare.",
-                style="yellow",
-            )
+            Text(f"No trace {held} {least}, so NLL, KL and agreement have nothing to compare.", style="yellow")
         )
     failed = summary["failed_samples"]
     if failed:
@@ -152,6 +149,29 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
             )
         )
     return found
+
+
+def bound_in(bound: int, samples: int) -> str:
+    """`bound in 3 of 8 samples; …`, said of a budget."""
+    return f"bound in {bound} of {samples} samples; in the others nothing was evicted or left unread"
+
+
+def _never_bound(run: Mapping[str, Any]) -> str:
+    """Why nothing was tested, and what to do, by what kind of press it was."""
+    start = "THE BUDGET NEVER BOUND: no sample ever held more than {budget}"
+    if run["num_sinks"] is None:
+        text = (
+            f"{start} before its questions, so nothing was evicted and the press was not tested. Lower the budget or "
+        )
+        return f"{text}take longer samples.".format(**run)
+    if run["interval"] is None:
+        text = f"{start} at a decoded token, so everything was read and the press was not tested. Lower the budget or "
+        return f"{text}take longer samples.".format(**run)
+    text = f"{start} when an event was due, so nothing was evicted and the press was not tested. Lower budget or interval, "
+    text += (
+        "take longer samples, or compress the prompt, too (press.compress_prompt=true), where answers are shorter than "
+    )
+    return f"{text}an interval of {{interval}} tokens.".format(**run)
 
 
 def only_room_is_larger(mean: Callable[[str], float | None]) -> bool:

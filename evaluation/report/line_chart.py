@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from kvstitch.evaluation.metric_titles import fixed
 from kvstitch.evaluation.report.svg import (
     COLOURS,
     LEFT,
@@ -48,7 +49,8 @@ class LineChart:
         series: at most as many as colours, markers and dashes tell apart.
         percent: whether the heights are shares, written as percent.
         reference: label and height of a level line, e.g. the dense model's.
-        limits: what the y axis never goes beyond, whatever an error bar would want: nothing is more than 100 % right.
+        limits: what the y axis never goes beyond, whatever an error bar would want: nothing is more than 100 % right. What
+            lies outside, as a divergence rounded to -1e-8, is drawn on the limit.
     """
 
     title: str
@@ -67,7 +69,7 @@ class LineChart:
         legend = len(self.series) + (self.reference is not None)
         parts = [frame(x, y, self.x_ticks, y_ticks, self.x_title, self.y_title)]
         if self.reference is not None:
-            height = y(self.reference[1])
+            height = y(self._within(self.reference[1]))
             parts.append(
                 f'<path d="M{LEFT} {height}H{WIDTH - RIGHT}" stroke="#555" stroke-width="1.5" stroke-dasharray="5 4"/>'
             )
@@ -84,13 +86,18 @@ class LineChart:
         """With as many decimals as tell neighbouring ticks apart, or `more`."""
         scale = 100 if self.percent else 1
         decimals = max(0, -math.floor(math.log10(scale * (steps[1] - steps[0])) + 1e-9)) + more
-        return f"{scale * value:.{decimals}f}" + (" %" if self.percent else "")
+        return fixed(scale * value, decimals) + (" %" if self.percent else "")
+
+    def _within(self, height: float) -> float:
+        low, high = self.limits
+        return min(max(height, low), high)
 
     def _axes(self) -> tuple[Axis, Axis, list[float]]:
         heights = [
             y + sign * (error or 0) for series in self.series for _, y, error in series.points for sign in (-1, 1)
         ]
         heights += [] if self.reference is None else [self.reference[1]]
+        heights = list(map(self._within, heights))
         low, high = self.limits
         steps = [step for step in nice_ticks(min(heights), max(heights)) if low <= step <= high]
         y = Axis(steps[0], steps[-1], _HEIGHT - _BOTTOM, TOP)
@@ -107,17 +114,17 @@ class LineChart:
         colour = COLOURS[index % len(COLOURS)]
         # Lines that lie on each other would look like one: each stands a little beside its neighbours.
         shift = (index - (len(self.series) - 1) / 2) * self._spread(x)
-        path = "M" + "L".join(f"{x(px) + shift:g} {y(py):g}" for px, py, _ in series.points)
+        path = "M" + "L".join(f"{x(px) + shift:g} {y(self._within(py)):g}" for px, py, _ in series.points)
         parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash(index)}/>']
         for px, py, error in series.points:
             left = x(px) + shift
             note = f"{series.label} at {px:g}: {self._written(py, steps, 1)}"
             note += f" ± {self._written(error, steps, 1)}" if error else ""
             if error:
-                low, high = (y(min(max(end, y.low), y.high)) for end in (py - error, py + error))
+                low, high = (y(self._within(end)) for end in (py - error, py + error))
                 caps = f"M{left - 4:g} {low}h8M{left - 4:g} {high}h8"
                 parts.append(f'<path d="M{left:g} {low}V{high}{caps}" stroke="{colour}" fill="none"/>')
-            parts.append(f"<g>{marker(index, left, y(py))}<title>{escape(note)}</title></g>")
+            parts.append(f"<g>{marker(index, left, y(self._within(py)))}<title>{escape(note)}</title></g>")
         return "".join(parts)
 
     def _spread(self, x: Axis) -> float:

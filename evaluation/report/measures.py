@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from kvstitch.evaluation.metric_titles import Metric, known
 
 # Methods are ranked by these; each has a table and a chart.
-QUALITY = known("accuracy", "pass_at_k", "kl", "top1_agreement", "nll", "mass_recall")
-_LESS_IS_BETTER = frozenset({"kl", "nll"})
+QUALITY = known("accuracy", "pass_at_k", "kl", "top1_agreement", "nll", "perplexity", "mass_recall")
+_LESS_IS_BETTER = frozenset({"kl", "nll", "perplexity"})
 # These stand in tables of their own, unranked.
 CACHE = known(
     "mass_recall_worst",

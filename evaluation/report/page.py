@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from html import escape
 
+from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.report.charts import budget_charts, needle_maps
-from kvstitch.evaluation.report.pictures import sample_pictures
+from kvstitch.evaluation.report.overviews import sample_overviews
+from kvstitch.evaluation.report.pictures import read_arrays, sample_pictures
 from kvstitch.evaluation.report.published import PaperTable
 from kvstitch.evaluation.report.runs import Problem, grouped
-from kvstitch.evaluation.report.sections import Entry, Section
+from kvstitch.evaluation.report.sections import Section
 from kvstitch.evaluation.report.sheets import Sheet, other_sheets, published_sheets, quality_sheets, warnings
 from kvstitch.evaluation.report.tables import LEFT_OUT
 
@@ -21,7 +23,7 @@ th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right; 
 td { white-space: nowrap; } th.words, td.words { text-align: left; } td:first-child { white-space: normal; min-width: 8em; }
 .best { font-weight: bold; } .dense td { color: #444; font-style: italic; }
 .scroll { overflow-x: auto; } .pictures { display: flex; flex-wrap: wrap; gap: 1em; }
-figure { margin: 0; break-inside: avoid; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
+summary { cursor: pointer; margin: .6em 0; } figure { margin: 0; break-inside: avoid; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
 .warning { border-left: 4px solid #D55E00; padding-left: .8em; } ul.warning { padding-left: 2em; }
 @media print { body { max-width: none; margin: 0; font-size: 9pt; } h2 { break-before: page; } h2:first-of-type { break-before: auto; }
   h2, h3 { break-after: avoid; } table { break-inside: avoid; font-size: 8pt; } th, td { padding: .2em .4em; }
@@ -35,8 +37,9 @@ def page(
     """The page, complete."""
     body = [f"<h1>{escape(title)}</h1>"]
     if problems:
-        many = "1 run is" if len(problems) == 1 else f"{len(problems)} runs are"
-        body.append(f'<p class="warning">{many} not in this report; see its end.</p>')
+        folders = len({problem.path for problem in problems})
+        many = "1 run is" if folders == 1 else f"{folders} runs are"
+        body.append(f'<p class="warning">{many} not in this report, or not all of it; see its end.</p>')
     for section in sections:
         body.append(_section(section, papers))
     body.append(_needles(sections))
@@ -68,10 +71,27 @@ def _section(section: Section, papers: Sequence[PaperTable]) -> str:
     parts += map(_table, quality_sheets(section))
     parts.append(_pictures(budget_charts(section), "Against the budget; bars are standard errors over the samples"))
     parts += map(_table, (*other_sheets(section), *published_sheets(section, papers)))
-    for entry in _shown(section):
-        drawn = sample_pictures(entry.runs[0].path)
-        if drawn:
-            parts.append(_pictures(drawn, f"{entry.method}, {entry.budget}: the caches of the first sample"))
+    parts += [_caches(section, method) for method in section.methods]
+    return "\n".join(filter(None, parts))
+
+
+def _caches(section: Section, method: str) -> str:
+    """All layers and heads at every budget, folded up but for the middle one, of which some layers are shown in detail."""
+    entries = [entry for entry in section.pressed if entry.method == method]
+    middle = entries[len(entries) // 2]
+    parts = []
+    for entry in [middle, *(entry for entry in entries if entry is not middle)]:
+        title = f"{entry.method}, {entry.budget}: the caches of the first sample"
+        try:
+            arrays = read_arrays(entry.runs[0].path)
+        except RunError as error:
+            parts.append(f'<p class="warning">{escape(f"{title}: {error}")}</p>')
+            continue
+        overviews = sample_overviews(arrays)
+        if entry is middle:
+            parts.append(_pictures([*overviews, *sample_pictures(arrays)], title))
+        elif overviews:
+            parts.append(f"<details><summary>{escape(title)}</summary>{_figures(overviews)}</details>")
     return "\n".join(filter(None, parts))
 
 
@@ -105,8 +125,11 @@ def _kind(sheet: Sheet, place: int) -> str:
 def _pictures(drawn: Sequence[str], caption: str) -> str:
     if not drawn:
         return ""
-    figures = "".join(f"<figure>{svg}</figure>" for svg in drawn)
-    return f'<h3>{escape(caption)}</h3><div class="pictures">{figures}</div>'
+    return f"<h3>{escape(caption)}</h3>{_figures(drawn)}"
+
+
+def _figures(drawn: Sequence[str]) -> str:
+    return f'<div class="pictures">{"".join(f"<figure>{svg}</figure>" for svg in drawn)}</div>'
 
 
 def _needles(sections: Sequence[Section]) -> str:
@@ -117,12 +140,3 @@ def _needles(sections: Sequence[Section]) -> str:
         + _pictures([svg for where, svg in maps if where == place], "By depth and length")
         for place in places
     )
-
-
-def _shown(section: Section) -> list[Entry]:
-    """One entry a method, at its middle budget: more would make the page heavy, and the folders hold the others."""
-    chosen = []
-    for method in section.methods:
-        entries = [entry for entry in section.pressed if entry.method == method]
-        chosen.append(entries[len(entries) // 2])
-    return chosen

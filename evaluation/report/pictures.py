@@ -1,74 +1,104 @@
 """What one sample's cache looked like: kept positions, mass and quotas of segments, communities; from the run's arrays."""
 
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvstitch.evaluation.records import KEPT_POSITIONS, REGIONS
+from kvstitch.evaluation.records import KEPT_POSITIONS, REGIONS, RunError
 from kvstitch.evaluation.report.svg import COLOURS, Axis, frame, nice_ticks, picture, raster, text
 
 _BINS = 256
 _LEFT, _WIDTH = 120, 512
 # Tokens without a community, or not there yet.
-_NONE = (235, 235, 235)
+NONE = (235, 235, 235)
+# Few, so that pictures with many cells stay small.
+_SHADES = 16
 _ROW_TOKENS = 128
 # Two labels, one below the other.
 _LABEL_HEIGHT = 15
+GREY = "grey: not there yet, or not compacted then"
 
 
-def sample_pictures(folder: Path) -> list[str]:
-    """All that the run folder has arrays for; none if nothing was evicted or indexed."""
-    drawn: list[str] = []
-    kept, regions = folder / KEPT_POSITIONS, folder / REGIONS
-    if kept.exists():
-        with np.load(kept) as arrays:
-            drawn += kept_maps(arrays) + mass_curves(arrays)
-    if regions.exists():
-        with np.load(regions) as arrays:
-            drawn += community_maps(arrays)
-    return drawn
+def read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """What a run folder holds of its first sample's caches; empty if nothing was evicted or indexed.
+
+    Raises:
+        RunError: a file is damaged.
+    """
+    found: dict[str, np.ndarray] = {}
+    for path in (folder / KEPT_POSITIONS, folder / REGIONS):
+        if path.exists():
+            try:
+                with np.load(path) as arrays:
+                    found |= dict(arrays)
+            except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
+                raise RunError(f"{path.name} is damaged, so nothing is drawn of it ({error})") from error
+    return found
+
+
+def sample_pictures(arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Some layers in detail, of all that there are arrays for."""
+    return kept_maps(arrays) + mass_curves(arrays) + community_maps(arrays)
 
 
 def kept_maps(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """First, middle and last layer: one row an event and kv head, dark where many of the positions are still stored."""
-    return [_kept_map(arrays, layer) for layer in _some(_layers(arrays, "layer_"))]
+    return [_kept_map(arrays, layer) for layer in _some(layers_of(arrays, "layer_"))]
+
+
+def kept_shades(
+    arrays: Mapping[str, np.ndarray], layer: int, events: Sequence[int], most_bins: int
+) -> tuple[np.ndarray, int]:
+    """Which positions a layer held after some events.
+
+    Returns:
+        uint8 `[H, E, bins, 3]`, the darker the more of a bin's positions are kept, grey where there was no token yet and in
+        rows of events at which the layer was not compacted; and the tokens of a bin.
+    """
+    kept, seen = arrays[f"layer_{layer}"][list(events)].swapaxes(0, 1), arrays["seen_tokens"]
+    width = -(-int(seen[-1]) // most_bins)
+    bins = -(-int(seen[-1]) // width)
+    rows = np.arange(kept.shape[0] * kept.shape[1]).reshape(*kept.shape[:2], 1)
+    there = kept >= 0
+    counts = np.bincount((rows * bins + kept // width)[there], minlength=rows.size * bins)
+    starts = np.arange(bins) * width
+    # The last bin may be narrower.
+    shares = counts.reshape(*kept.shape[:2], bins) / np.minimum(width, int(seen[-1]) - starts)
+    steps = np.rint(shares * (_SHADES - 1))[..., None] / (_SHADES - 1)
+    shades = np.rint(255 + steps * (np.array([8, 48, 107]) - 255)).astype(np.uint8)
+    # Right of its length at that event there was no token yet.
+    shades[:, starts[None, :] >= seen[list(events), None]] = NONE
+    shades[~there.any(axis=-1)] = NONE
+    return shades, width
 
 
 def _kept_map(arrays: Mapping[str, np.ndarray], layer: int) -> str:
-    kept, seen = arrays[f"layer_{layer}"], arrays["seen_tokens"]
-    events, heads = kept.shape[:2]
-    width = -(-int(seen[-1]) // _BINS)
-    bins = -(-int(seen[-1]) // width)
-    shares = np.zeros((heads, events, bins))
-    for event in range(events):
-        for head in range(heads):
-            places = kept[event, head]
-            shares[head, event] = np.bincount(places[places >= 0] // width, minlength=bins)[:bins] / width
-    light = np.array([255, 255, 255]) + np.clip(shares, 0, 1)[..., None] * (np.array([8, 48, 107]) - 255)
-    # Right of its length at that event there was no token yet.
-    future = np.arange(bins)[None, :] * width >= seen[:, None]
-    light[:, future] = _NONE
+    seen = arrays["seen_tokens"]
+    events = len(seen)
+    light, width = kept_shades(arrays, layer, range(events), _BINS)
+    heads, bins = light.shape[0], light.shape[2]
     high = max(6, min(14, 160 // events))
     parts, top = [], 34
     for head in range(heads):
         height = high * events
-        parts.append(raster(light[head].round().astype(np.uint8), _LEFT, top, _WIDTH, height))
+        parts.append(raster(light[head], _LEFT, top, _WIDTH, height))
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{height}" fill="none" stroke="#888"/>')
         parts.append(text(_LEFT - 8, top + height / 2 + 4, f"kv head {head}", anchor="end"))
         top += height + 6
     parts.append(_position_ticks(int(seen[-1]), bins * width, top))
     parts.append(text(_LEFT + _WIDTH / 2, top + 34, "position in the sequence", anchor="middle"))
     at = ", ".join(map(str, seen[:8])) + (", …" if events > 8 else "")
-    parts.append(
-        text(_LEFT, top + 54, f"rows from above: events at {at} tokens; grey: not yet there; dark: kept", size=11)
-    )
-    return picture(f"Kept positions, layer {layer}", _LEFT + _WIDTH + 20, top + 64, parts)
+    parts.append(text(_LEFT, top + 54, f"rows from above: events at {at} tokens; dark: kept", size=11))
+    parts.append(text(_LEFT, top + 70, GREY, size=11))
+    return picture(f"Kept positions, layer {layer}", _LEFT + _WIDTH + 20, top + 80, parts)
 
 
 def mass_curves(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """Middle layer, head 0, first and last event: running attention mass, its segments, and what each may keep."""
-    layers = _layers(arrays, "masses_")
+    layers = layers_of(arrays, "masses_")
     if not layers:
         return []
     layer = layers[len(layers) // 2]
@@ -110,20 +140,13 @@ def _mass_curve(arrays: Mapping[str, np.ndarray], layer: int, event: int) -> str
 
 def community_maps(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """First, middle and last layer, kv head 0: every token in the colour of its community."""
-    return [_community_map(arrays, layer) for layer in _some(_layers(arrays, "labels_"))]
+    return [_community_map(arrays, layer) for layer in _some(layers_of(arrays, "labels_"))]
 
 
 def _community_map(arrays: Mapping[str, np.ndarray], layer: int) -> str:
     labels = arrays[f"labels_{layer}"][0]
-    sizes = np.bincount(labels[labels >= 0]) if (labels >= 0).any() else np.zeros(0, int)
-    order = np.argsort(-sizes, kind="stable")
-    largest = order[: len(COLOURS)]
-    palette = np.array([[int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in COLOURS])
-    colours = np.empty((len(sizes) + 1, 3), np.uint8)
-    # Colours repeat, so the largest few have them pure and the others pale.
-    colours[order] = (255 - 0.45 * (255 - palette))[np.arange(len(order)) % len(COLOURS)]
-    colours[largest] = palette[: len(largest)]
-    colours[-1] = _NONE
+    sizes = community_sizes(labels)
+    colours, largest = community_colours(sizes)
     rows = -(-len(labels) // _ROW_TOKENS)
     padded = np.full(rows * _ROW_TOKENS, -1)
     padded[: len(labels)] = labels
@@ -147,7 +170,26 @@ def _community_map(arrays: Mapping[str, np.ndarray], layer: int) -> str:
     return picture(f"Communities of tokens, layer {layer}, kv head 0", _LEFT + _WIDTH + 60, top + 14, parts)
 
 
-def _layers(arrays: Mapping[str, np.ndarray], prefix: str) -> list[int]:
+def community_sizes(labels: np.ndarray) -> np.ndarray:
+    """Tokens of each community; a label of -1 is none."""
+    return np.bincount(labels[labels >= 0]) if (labels >= 0).any() else np.zeros(0, int)
+
+
+def community_colours(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 `[R + 1, 3]`, a colour for each community and, last, for tokens without one; and the largest communities, which
+    alone have a colour of their own."""
+    order = np.argsort(-sizes, kind="stable")
+    largest = order[: len(COLOURS)]
+    palette = np.array([[int(colour[start : start + 2], 16) for start in (1, 3, 5)] for colour in COLOURS])
+    colours = np.empty((len(sizes) + 1, 3), np.uint8)
+    # Colours repeat, so the largest few have them pure and the others pale.
+    colours[order] = (255 - 0.45 * (255 - palette))[np.arange(len(order)) % len(COLOURS)]
+    colours[largest] = palette[: len(largest)]
+    colours[-1] = NONE
+    return colours, largest
+
+
+def layers_of(arrays: Mapping[str, np.ndarray], prefix: str) -> list[int]:
     return sorted(int(name.removeprefix(prefix)) for name in arrays if name.startswith(prefix))
 
 

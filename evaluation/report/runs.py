@@ -1,5 +1,6 @@
 """Run folders read back; the shards of one evaluation become one run."""
 
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +8,23 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kvstitch.evaluation.records import CONFIG, ERROR, METRICS, RUN_META, RunFolder, config_hash
+from kvstitch.evaluation.records import (
+    CONFIG,
+    ERROR,
+    KEPT_POSITIONS,
+    METRICS,
+    PREDICTIONS,
+    REGIONS,
+    RUN_META,
+    RunError,
+    RunFolder,
+    config_hash,
+)
 from kvstitch.evaluation.summary import summary
+
+# Name and kind of what a report reads.
+_IN_CONFIG = {"model": Mapping, "task": Mapping, "press": Mapping, "mode": str, "seed": int}
+_IN_METRICS = {"run": Mapping, "num_samples": int, "failed_samples": Mapping, "metrics": Mapping}
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Problem:
-    """A run that is not in the report, and why."""
+    """A run that is not in the report, or not all of it, and why."""
 
     path: Path
     reason: str
@@ -72,7 +86,11 @@ def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     runs, problems = [], []
     for folder in folders:
         read = _read(folder)
-        (runs if isinstance(read, Run) else problems).append(read)
+        if isinstance(read, Run):
+            runs.append(read)
+            problems += _without_pictures(folder)
+        else:
+            problems.append(read)
     merged, incomplete = _merge_shards(runs)
     return merged, [*problems, *incomplete]
 
@@ -83,14 +101,43 @@ def _is_run(path: Path) -> bool:
 
 def _read(path: Path) -> Run | Problem:
     folder = RunFolder(path)
-    metrics = folder.read_json(METRICS)
-    if metrics is None:
-        error = path / ERROR
-        if error.exists():
-            return Problem(path, "failed: " + error.read_text(encoding="utf-8").strip().splitlines()[0])
-        return Problem(path, "not finished; give its command again")
-    config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    return Run(path, config, metrics, folder.read_records(), folder.read_json(RUN_META) or {"sessions": []})
+    try:
+        metrics = folder.read_json(METRICS)
+        if metrics is None:
+            return Problem(path, _why_unfinished(path / ERROR))
+        config, records = folder.read_config(), folder.read_records()
+        meta = folder.read_json(RUN_META) or {"sessions": []}
+    except (RunError, OSError) as error:
+        return Problem(path, str(error))
+    fault = _fault(config, metrics, records)
+    return Problem(path, f"damaged: {fault}") if fault else Run(path, config, metrics, records, meta)
+
+
+def _why_unfinished(error: Path) -> str:
+    lines = error.read_text(encoding="utf-8", errors="replace").split("\n") if error.exists() else []
+    first = next((line.strip() for line in lines if line.strip()), None)
+    return "not finished; give its command again" if first is None else f"failed: {first}"
+
+
+def _fault(config: Mapping[str, Any], metrics: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str | None:
+    """What a finished run's files lack, though each can be read."""
+    for name, content, wanted in ((CONFIG, config, _IN_CONFIG), (METRICS, metrics, _IN_METRICS)):
+        missing = [key for key, kind in wanted.items() if not isinstance(content.get(key), kind)]
+        if missing:
+            return f"{name} has no {', '.join(missing)}"
+    if len(records) != metrics["num_samples"]:
+        return f"{PREDICTIONS} holds {len(records)} of the {metrics['num_samples']} samples that {METRICS} counts"
+    empty = next((record["id"] for record in records if not ("error" in record or "metrics" in record)), None)
+    return None if empty is None else f"sample {empty!r} of {PREDICTIONS} has neither metrics nor an error"
+
+
+def _without_pictures(path: Path) -> list[Problem]:
+    """Arrays that are torn; whether they are whole is seen when they are drawn."""
+    return [
+        Problem(path, f"{name} is damaged, so nothing is drawn of it")
+        for name in (KEPT_POSITIONS, REGIONS)
+        if (path / name).exists() and not zipfile.is_zipfile(path / name)
+    ]
 
 
 def _merge_shards(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:

@@ -4,16 +4,17 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from kvstitch.evaluation.records import config_hash
 from kvstitch.evaluation.report.names import flat, told_apart, what_differs
 from kvstitch.evaluation.report.runs import Run
-from kvstitch.evaluation.summary import summarise
+from kvstitch.evaluation.summary import asks_nothing, perplexity, summarise
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+# As `Budget` reads them, in whatever case.
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 # The press repeats what stands elsewhere in the configuration.
 _REPEATED = ("press.scorer.", "press.allocator.", "press.budget", "press.interval", "press._target_")
 _SEEDS = ("seed", "task.seed")
@@ -59,8 +60,24 @@ class Entry:
     budget_value: float | None
     runs: tuple[Run, ...]
 
+    @property
+    def bound(self) -> tuple[int, int] | None:
+        """Samples in which the budget bound, and all that were measured; None for the dense model."""
+        events = [
+            record["metrics"].get("events") for run in self.runs for record in run.records if "error" not in record
+        ]
+        known = [count > 0 for count in events if count is not None]
+        return (sum(known), len(known)) if known else None
+
+    @property
+    def never_bound(self) -> bool:
+        """Whether nothing was evicted or left unread in any sample, so that the figures are the dense model's."""
+        return self.bound is not None and not self.bound[0]
+
     def value(self, metric: str) -> Value | None:
         """A metric of this entry; None if no sample has it."""
+        if metric.endswith("perplexity"):
+            return self._perplexity(metric.replace("perplexity", "nll"))
         each = [[record["metrics"].get(metric) for record in run.records if "error" not in record] for run in self.runs]
         whole = summarise(number for numbers in each for number in numbers)
         if whole["mean"] is None:
@@ -68,6 +85,13 @@ class Entry:
         means = [mean for mean in (summarise(numbers)["mean"] for numbers in each) if mean is not None]
         spread = statistics.stdev(means) if len(means) > 1 else None
         return Value(whole["mean"], whole["std"], spread, whole["n"], len(means))
+
+    def _perplexity(self, metric: str) -> Value | None:
+        nll = self.value(metric) if all(asks_nothing(run.records) for run in self.runs) else None
+        if nll is None:
+            return None
+        found = perplexity({name: value for name, value in asdict(nll).items() if name != "seeds"})
+        return None if found["mean"] is None else Value(**found, seeds=nll.seeds)
 
 
 @dataclass(frozen=True)
@@ -180,6 +204,6 @@ def _budget(run: Run) -> tuple[str, float | None]:
         return "", None
     budget = run.config["budget"]
     if isinstance(budget, str):
-        number, unit = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", budget).groups()
-        return budget, float(number) * _UNITS[unit]
+        number, unit = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", budget).groups()
+        return budget, float(number) * _UNITS[unit.upper()]
     return (f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"), float(budget)

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstitch.evaluation.metric_titles import Metric
+from kvstitch.evaluation.metric_titles import SHARED_PEAKS, Metric
 from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, best_mean
 from kvstitch.evaluation.report.published import PaperTable, published_rows
 from kvstitch.evaluation.report.sections import Entry, Section, Value
-from kvstitch.evaluation.table import ROOM_FOR_GROWTH, only_room_is_larger
+from kvstitch.evaluation.table import ROOM_FOR_GROWTH, bound_in, only_room_is_larger
+
+# Behind a figure of a budget that never bound.
+_IDLE = " †"
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,10 @@ def published_sheets(section: Section, papers: Sequence[PaperTable]) -> list[She
 def other_sheets(section: Section) -> list[Sheet]:
     """What caches and answers were like, then memory and speed; a row an entry."""
     in_replay = any(entry.runs[0].labels["mode"] == "replay" for entry in section.entries)
-    together = "; process and GPU hold both models together" if in_replay else ""
     # How long answers of a replay are tells nothing: they are a few tokens by design.
     listed = [("Caches", "means over the samples", CACHE)]
     listed += [] if in_replay else [("Answers as texts", "means over the samples", TEXT)]
-    listed += [("Memory, as measured", f"means over the samples{together}{_room(section)}", MEMORY)]
+    listed += [("Memory, as measured", f"means over the samples{_room(section)}", MEMORY)]
     listed += [("Speed, as measured", "means over the samples", SPEED)]
     return [sheet for caption, note, columns in listed if (sheet := list_sheet(section, caption, note, columns))]
 
@@ -80,9 +82,11 @@ def warnings(section: Section) -> list[str]:
     lines = []
     for entry in section.entries:
         name = ", ".join(filter(None, (entry.method, entry.budget)))
+        if entry.never_bound:
+            lines.append(f"{name}: the budget never bound, so the press was not tested")
+        elif entry.bound is not None and entry.bound[0] < entry.bound[1]:
+            lines.append(f"{name}: the budget {bound_in(*entry.bound)}")
         for run in entry.runs:
-            if run.summary["budget_bound"] is False:
-                lines.append(f"{name}: the budget never bound, so the press was not tested")
             if run.summary["failed_samples"]:
                 names = ", ".join(run.summary["failed_samples"])
                 lines.append(f"{name}: failed samples count in no figure ({names})")
@@ -97,22 +101,29 @@ def quality_measures(section: Section) -> list[Metric]:
 
 
 def grid_sheet(section: Section, measure: Metric) -> Sheet:
-    """Method × budget, the best mean of each budget marked where there is something to compare."""
+    """Method × budget, the best mean of each budget marked where there is something to compare.
+
+    A budget that never bound tested nothing: its mean is marked as such and never the best.
+    """
     found = {(entry.method, entry.budget_value): entry.value(measure.name) for entry in section.pressed}
+    idle = {(entry.method, entry.budget_value) for entry in section.pressed if entry.never_bound}
     rows, best = [], set()
     tops = {budget: _best(section, budget, measure) for budget, _ in section.budgets}
     for line, method in enumerate(section.methods):
         values = [found.get((method, budget)) for budget, _ in section.budgets]
-        rows.append((method, *(cell(measure, value) for value in values), _counts(values)))
+        cells = [method]
         for column, ((budget, _), value) in enumerate(zip(section.budgets, values), start=1):
-            if value is not None and value.mean == tops[budget]:
+            is_idle = (method, budget) in idle
+            cells.append(cell(measure, value) + (_IDLE if is_idle and value is not None else ""))
+            if value is not None and value.mean == tops[budget] and not is_idle:
                 best.add((line, column))
+        rows.append((*cells, _counts(values)))
     dense = section.dense(measure.name)
     if dense is not None:
         rows.append(("dense", *[cell(measure, dense)] * len(section.budgets), str(dense.n)))
     return Sheet(
         measure.title,
-        "mean ± standard error over the n samples",
+        "mean ± standard error over the n samples" + (f";{_IDLE} the budget never bound" if idle else ""),
         ("method", *(text for _, text in section.budgets), "n"),
         1,
         tuple(rows),
@@ -133,7 +144,7 @@ def list_sheet(section: Section, caption: str, note: str, columns: Sequence[Metr
     shown = [
         column
         for column in columns
-        if any(entry.value(column.name) for entry in section.entries) or _dense(section, column) is not None
+        if any(_of_entry(entry, column) for entry in section.entries) or _dense(section, column) is not None
     ]
     if not shown:
         return None
@@ -142,7 +153,7 @@ def list_sheet(section: Section, caption: str, note: str, columns: Sequence[Metr
     if any(dense):
         rows.append(("dense", "", *map(_written, shown, dense), _counts(dense)))
     for entry in section.pressed:
-        values = [entry.value(column.name) for column in shown]
+        values = [_of_entry(entry, column) for column in shown]
         if any(values):
             rows.append((entry.method, entry.budget, *map(_written, shown, values), _counts(values)))
     titles = ("method", "budget", *(column.title for column in shown), "n")
@@ -150,19 +161,23 @@ def list_sheet(section: Section, caption: str, note: str, columns: Sequence[Metr
 
 
 def _best(section: Section, budget: float, measure: Metric) -> float | None:
-    """The best mean at a budget, which several entries may share; None with nothing to compare, or if all are the same."""
-    values = [entry.value(measure.name) for entry in section.pressed if entry.budget_value == budget]
+    """The best mean at a budget that bound, which several entries may share; None with nothing to compare, or if all are
+    the same."""
+    tested = [entry for entry in section.pressed if entry.budget_value == budget and not entry.never_bound]
+    values = [entry.value(measure.name) for entry in tested]
     means = [value.mean for value in values if value is not None]
     return best_mean(measure, means) if len(set(means)) > 1 else None
 
 
-def _dense(section: Section, column: Metric) -> Value | None:
-    if column.dense is None:
+def _of_entry(entry: Entry, column: Metric) -> Value | None:
+    """A peak that both models share says nothing about either."""
+    if column.name in SHARED_PEAKS and entry.value(column.dense) is None:
         return None
-    name = column.dense.removeprefix("dense_")
-    # What replay measures of both sides together belongs to the dense model only where it ran alone.
-    alone: list[Entry] = [entry for entry in section.entries if entry.budget_value is None]
-    return section.dense(name) or (alone[0].value(name) if alone else None)
+    return entry.value(column.name)
+
+
+def _dense(section: Section, column: Metric) -> Value | None:
+    return None if column.dense is None else section.dense(column.name)
 
 
 def _written(column: Metric, value: Value | None) -> str:

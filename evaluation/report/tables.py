@@ -1,8 +1,10 @@
-"""The numbers of a report in the terminal, as Markdown and as CSV."""
+"""The numbers of a report in the terminal, as Markdown, as CSV and as JSON."""
 
 import csv
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +12,7 @@ from rich.text import Text
 
 from kvstitch.evaluation.report.published import PaperTable
 from kvstitch.evaluation.report.runs import Problem, grouped
-from kvstitch.evaluation.report.sections import Entry, Section
+from kvstitch.evaluation.report.sections import Entry, Section, Value
 from kvstitch.evaluation.report.sheets import Sheet, sheets, warnings
 
 LEFT_OUT = "Not in this report"
@@ -92,17 +94,64 @@ def summary_csv(sections: Sequence[Section]) -> str:
     )
     for section in sections:
         for entry in section.entries:
-            for metric in _metrics(entry):
-                value = entry.value(metric)
-                if value is not None:
-                    numbers = [value.n, value.mean, value.std, value.seeds, value.seeds_std]
-                    folders = " ".join(run.name for run in entry.runs)
-                    writer.writerow([section.title, entry.method, entry.budget, metric, *numbers, folders])
+            for metric, value in _values(entry):
+                folders = " ".join(run.name for run in entry.runs)
+                row = [section.title, entry.method, entry.budget, metric, *_numbers(value).values(), folders]
+                writer.writerow(row)
     return output.getvalue()
 
 
-def _metrics(entry: Entry) -> list[str]:
-    return list(dict.fromkeys(name for run in entry.runs for name in run.summary["metrics"]))
+def summary_json(sections: Sequence[Section], problems: Sequence[Problem] = ()) -> str:
+    """The same for programs: `metrics.json` of all seeds together, and what else the tables say.
+
+    `sections`, each with `title`, `task`, `model`, `mode` and `entries`; an entry has `method`, `budget`, `budget_value`
+    (None for the dense model), `seeds`, `folders`, `samples`, `bound_samples` (None for the dense model) and `metrics`, of
+    each of which `n`, `mean`, `std_samples`, `seeds` and `std_seeds`. `not_in_report`: `folder` and `reason`.
+    """
+    content = {
+        "sections": [_section(section) for section in sections],
+        "not_in_report": [{"folder": problem.path.name, "reason": problem.reason} for problem in problems],
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _section(section: Section) -> dict[str, Any]:
+    labels = section.entries[0].runs[0].labels
+    return {
+        "title": section.title,
+        **{name: labels[name] for name in ("task", "model", "mode")},
+        "entries": [
+            {
+                "method": entry.method,
+                "budget": entry.budget,
+                "budget_value": entry.budget_value,
+                "seeds": [run.config["seed"] for run in entry.runs],
+                "folders": [run.name for run in entry.runs],
+                "samples": sum(len(run.records) for run in entry.runs),
+                "bound_samples": None if entry.bound is None else entry.bound[0],
+                "metrics": {metric: _numbers(value) for metric, value in _values(entry)},
+            }
+            for entry in section.entries
+        ],
+    }
+
+
+def _values(entry: Entry) -> Iterator[tuple[str, Value]]:
+    """Every metric that any sample has."""
+    for metric in dict.fromkeys(name for run in entry.runs for name in run.summary["metrics"]):
+        value = entry.value(metric)
+        if value is not None:
+            yield metric, value
+
+
+def _numbers(value: Value) -> dict[str, float | int | None]:
+    return {
+        "n": value.n,
+        "mean": value.mean,
+        "std_samples": value.std,
+        "seeds": value.seeds,
+        "std_seeds": value.seeds_std,
+    }
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from kvstitch.evaluation.report.page import page
 from kvstitch.evaluation.report.published import PaperTable
 from kvstitch.evaluation.report.runs import Problem
 from kvstitch.evaluation.report.sections import Section
-from kvstitch.evaluation.report.tables import markdown, summary_csv
+from kvstitch.evaluation.report.tables import markdown, summary_csv, summary_json
 
 
 def write_report(
@@ -18,7 +18,7 @@ def write_report(
     title: str = "kvstitch",
     papers: Sequence[PaperTable] = (),
 ) -> list[Path]:
-    """Write `summary.csv`, `report.md` and `report.html`; earlier ones are replaced.
+    """Write `summary.csv`, `summary.json`, `report.md` and `report.html`; earlier ones are replaced.
 
     Args:
         folder: made if need be.
@@ -33,6 +33,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
         "summary.csv": summary_csv(sections),
+        "summary.json": summary_json(sections, problems),
         "report.md": markdown(sections, problems, papers),
         "report.html": page(sections, problems, title, papers),
     }

@@ -57,7 +57,11 @@ def test_keys_that_queries_attend_to_together_are_together(make_view):
     weights, columns = allocator._edges(view)
     linked = set(columns[0, 0, weights[0, 0] > 1e-3].tolist())
     first, second = {int(ids[s]) for s in linked if s < 8}, {int(ids[s]) for s in linked if s >= 8}
-    assert first and second and not first & second
+    assert len(first) == len(second) == 1 and not first & second
+    # Two communities of equal degree without an edge between them: 1 - gamma / 2.
+    details = allocator.allocate(view, scores_of(view), torch.tensor([20]), {}).details
+    assert details["modularity"].shape == (1, 1) and details["resolution"].item() > 0
+    assert details["modularity"].item() == pytest.approx(1 - details["resolution"].item() / 2, abs=1e-4)
 
 
 def test_slots_without_links_keep_their_community(make_view):

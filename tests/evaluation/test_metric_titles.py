@@ -47,6 +47,14 @@ def test_how_numbers_are_written_and_what_the_dense_model_has():
     ]
 
 
+@pytest.mark.parametrize("name", ["kl", "nll_difference", "accuracy", "mean_slots", "modularity"])
+def test_what_rounds_to_nothing_has_no_minus(name):
+    """Equal models differ by -1.3e-8 nats."""
+    (metric,) = known(name)
+    assert metric.write(-1.3e-8) == metric.write(0.0) and "-0" not in metric.write(-1.3e-8)
+    assert metric.write(-1.0).startswith("-1")
+
+
 @pytest.mark.parametrize("metric", QUALITY, ids=lambda metric: metric.name)
 def test_less_is_better_only_of_divergences(metric):
-    assert best_mean(metric, [0.2, 0.1, 0.3]) == (0.1 if metric.name in ("kl", "nll") else 0.3)
+    assert best_mean(metric, [0.2, 0.1, 0.3]) == (0.1 if metric.name in ("kl", "nll", "perplexity") else 0.3)

@@ -62,6 +62,21 @@ def test_event_metrics_of_layers_that_part_ways():
     assert metrics["events"] == 2 and metrics["event_seconds"] == pytest.approx(0.75)
 
 
+def test_graphs_that_an_allocator_cut_are_told():
+    kept = torch.tensor([[[0, 5], [1, 100]]])
+    parts = [
+        LayerEvent(
+            index, 90 + index, 2, kept, kept, {"modularity": torch.tensor([pair]), "resolution": torch.ones(1, 2)}, 0.5
+        )
+        for index, pair in enumerate(([0.2, 0.4], [0.6, 0.8]))
+    ]
+    metrics = event_metrics([CompactionEvent(0, 130, "interval", tuple(parts))], num_layers=2)
+    assert (
+        metrics["modularity"] == pytest.approx(0.5) and metrics["resolution"] == 1 and metrics["graph_tokens"] == 90.5
+    )
+    assert "modularity" not in event_metrics(EVENTS, num_layers=3)
+
+
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
 def test_the_picture_is_drawn_from_the_file(tmp_path):
     save_kept_positions(tmp_path / "kept.npz", "sample-1", EVENTS)

@@ -64,8 +64,29 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(folder):
         assert folder.predictions.read_bytes() == content
 
 
+@pytest.mark.parametrize("cut, ids", [(1, ["s0", "s1"]), (6, ["s0"])], ids=["newline", "text"])
+def test_whoever_only_looks_on_writes_nothing(folder, cut, ids):
+    """Another process may be at the very line that lacks its end."""
+    with folder.opened(""):
+        folder.append({"id": "s0", "value": 1})
+        folder.append({"id": "s1", "value": 2})
+    torn = folder.predictions.read_bytes()[:-cut]
+    folder.predictions.write_bytes(torn)
+    assert [record["id"] for record in folder.read_records()] == ids
+    assert folder.predictions.read_bytes() == torn
+    # The holder of the lock reads the same and mends it.
+    with folder.opened(""):
+        assert [record["id"] for record in folder.read_records()] == ids
+        assert folder.predictions.read_bytes() != torn
+
+
 @pytest.mark.parametrize(
-    "line, message", [("{broken", "line 2, is not a record"), ('{"id": "s0"}', "line 2, repeats sample 's0'")]
+    "line, message",
+    [
+        ("{broken", "line 2, is not a record"),
+        ('{"id": "s1", "kl": NaN}', "line 2, is not a record"),
+        ('{"id": "s0"}', "line 2, repeats sample 's0'"),
+    ],
 )
 def test_what_no_interrupted_write_explains_is_refused(folder, line, message):
     with folder.opened(""):
@@ -163,3 +184,18 @@ def test_a_full_disk_leaves_the_old_file_and_no_scratch(folder, monkeypatch):
             folder.write_json("x.json", {"a": 2})
         assert folder.read_json("x.json") == {"a": 1}
         assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "config.yaml", "x.json"]
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1', b"[1]", b"\xff\xfe", b""], ids=["torn", "list", "bytes", "empty"])
+def test_files_that_cannot_be_read_any_more_are_named(folder, content):
+    with folder.opened("a: 1\n"):
+        folder.write_json("x.json", {"a": 1})
+    assert folder.read_config() == {"a": 1}
+    for name in ("x.json", "config.yaml"):
+        (folder.path / name).write_bytes(content if name == "x.json" else content.replace(b'"a": 1', b"a: [1"))
+    for read, name in ((lambda: folder.read_json("x.json"), "x.json"), (folder.read_config, "config.yaml")):
+        with pytest.raises(RunError, match=rf"{name} is damaged \(.+\); move .*run away"):
+            read()
+    (folder.path / "config.yaml").unlink()
+    with pytest.raises(RunError, match=r"is no run folder: it has no config\.yaml"):
+        folder.read_config()

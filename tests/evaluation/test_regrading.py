@@ -56,6 +56,28 @@ def test_the_same_graders_give_the_same_scores(run_folder):
     assert result.before == result.after == {"accuracy": 0.5, "dense_accuracy": 1.0}
 
 
+def test_nothing_is_written_not_even_over_a_torn_line(run_folder):
+    path = run_folder / "predictions.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"id": "test-3", "metr')
+    before = {file.name: file.read_bytes() for file in run_folder.iterdir()}
+    assert [record["id"] for record in regrade(run_folder).records] == ["test-0", "test-1", "test-2"]
+    assert {file.name: file.read_bytes() for file in run_folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.yaml", "task: [", "config.yaml is damaged"),
+        ("config.yaml", "budget: 3", "task._target_=None is not a task of kvstitch"),
+        ("predictions.jsonl", '{"id": "a"}\n', "sample 'a' has no answers and metrics"),
+    ],
+)
+def test_a_damaged_folder_is_named(run_folder, name, content, message):
+    (run_folder / name).write_text(content)
+    with pytest.raises(RunError, match=message):
+        regrade(run_folder)
+
+
 def test_a_score_that_was_wrong_is_named(run_folder):
     path = run_folder / "predictions.jsonl"
     path.write_text(path.read_text().replace('"score": 0.0', '"score": 1.0'))

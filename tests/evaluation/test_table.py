@@ -19,7 +19,8 @@ RUN = {
 
 
 def shown(metrics, run=RUN, width=100, **others):
-    summary = {"run": run, "num_samples": 4, "failed_samples": {}, "budget_bound": True, "metrics": metrics} | others
+    summary = {"run": run, "num_samples": 4, "failed_samples": {}, "budget_bound": True, "bound_samples": 4} | others
+    summary = {"metrics": metrics} | summary
     output = StringIO()
     print_table(summary, Console(file=output, width=width))
     return output.getvalue()
@@ -61,7 +62,7 @@ def test_the_table_fits_a_narrow_terminal():
 def test_dense_alone_has_one_column():
     nothing = dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
     metrics = {"accuracy": one(None, n=0), "dense_accuracy": one(0.75), "nll_difference": one(None, n=0)}
-    text = shown(metrics, run=RUN | {"press": "dense"} | nothing, budget_bound=None)
+    text = shown(metrics, run=RUN | {"press": "dense"} | nothing, budget_bound=None, bound_samples=None)
     assert row(text, "answers right") == ["answers right", "75.0 %"]
     assert "NLL difference" not in text and "None" not in text and "NEVER" not in text
 
@@ -69,7 +70,11 @@ def test_dense_alone_has_one_column():
 @pytest.mark.parametrize(
     "others, message",
     [
-        ({"budget_bound": False}, "THE BUDGET NEVER BOUND: no sample ever held more than 256 tokens"),
+        (
+            {"budget_bound": False},
+            "THE BUDGET NEVER BOUND: no sample ever held more than 256 tokens when an event was due",
+        ),
+        ({"bound_samples": 3}, "The budget bound in 3 of 4 samples; in the others nothing was evicted or left unread."),
         (
             {"failed_samples": {"x-3": "the dense model's logits are not finite"}},
             "1 samples failed and count in no metric (x-3: the",
@@ -111,3 +116,38 @@ def test_more_bytes_with_no_more_slots_are_room_for_growth(names, changed, expec
         for prefix in ("", "dense_")
     }
     assert only_room_is_larger(named.get) is expected
+
+
+@pytest.mark.parametrize(
+    "sinks, message",
+    [
+        (
+            4,
+            "no sample ever held more than 256 tokens at a decoded token, so everything was read and the press was not tested",
+        ),
+        (None, "no sample ever held more than 256 tokens before its questions, so nothing was evicted"),
+    ],
+    ids=["retrieval", "kvpress"],
+)
+def test_what_was_not_tested_is_told_by_the_kind_of_press(sinks, message):
+    """Neither retrieval nor kvpress has an interval, or a prompt to compress."""
+    run = RUN | {"interval": None, "num_sinks": sinks, "num_recent": None}
+    text = shown(METRICS | {"compared_tokens": one(0)}, run=run, width=400, budget_bound=False, bound_samples=0)
+    assert message in text and "None" not in text and "compress_prompt" not in text and "interval" not in text
+    assert "No trace had two tokens" in text
+
+
+def test_tables_of_runs_that_did_not_count_what_bound():
+    assert "bound in" not in shown(METRICS, bound_samples=None)
+
+
+def test_a_peak_that_both_models_share_is_not_shown():
+    peak = METRICS | {"peak_process_bytes": one(2**30)}
+    assert "process, peak" not in shown(peak)
+    text = shown(peak | {"dense_peak_process_bytes": one(2**29)}, run=RUN | {"mode": "generate"})
+    assert row(text, "process, peak") == ["process, peak", "1.00 GiB", "512.0 MiB"]
+
+
+def test_perplexity_stands_beside_that_of_the_dense_model():
+    text = shown(METRICS | {"perplexity": one(10.074, 2.0), "dense_perplexity": one(9.488)})
+    assert row(text, "perplexity") == ["perplexity", "10.07 ± 2.00", "9.49"]

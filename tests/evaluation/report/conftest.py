@@ -16,16 +16,18 @@ def make_run(tmp_path):
 
     def make(
         press="ams", scorer="tova", allocator="segment_quota", budget=256, seed=42, length=2048, samples=4, task="needle",
-        shard=0, num_shards=1, leaves=None, failed=(), bound=True, arrays=True, config=None, skipped=(),
+        shard=0, num_shards=1, leaves=None, failed=(), bound=True, arrays=True, config=None, skipped=(), mode="replay",
+        asked=True, metrics=None,
     ):  # fmt: skip
+        # `bound` may be how many samples bound, `metrics` are added to those of every sample that was measured.
         parts = {"_target_": f"press.{press}", "scorer": {"_target_": scorer}, "budget": budget}
         more = {key.removeprefix("task."): value for key, value in (config or {}).items()}
         config = {
-            "budget": budget, "interval": 512, "mode": "replay", "seed": seed, "model": {"_target_": "m"},
+            "budget": budget, "interval": 512, "mode": mode, "seed": seed, "model": {"_target_": "m"},
             "task": {"_target_": task, "length": length, "seed": seed, "shard": shard, "num_shards": num_shards} | more,
             "press": parts, "allocator": {"_target_": allocator} | (leaves or {}), "scorer": {"_target_": scorer},
         }  # fmt: skip
-        labels = {"press": press, "task": task, "model": "tiny", "mode": "replay", "interval": 512, "seed": seed}
+        labels = {"press": press, "task": task, "model": "tiny", "mode": mode, "interval": 512, "seed": seed}
         labels |= {
             "scorer": scorer,
             "allocator": allocator,
@@ -36,9 +38,13 @@ def make_run(tmp_path):
         if press == "dense":
             labels |= dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
         records = [
-            record(index, press, scorer, budget, seed, f"s{index}" in failed, bound)
+            record(index, press, scorer, budget, seed, f"s{index}" in failed, index < bound if bound > 1 else bound)
             for index in range(shard, samples, num_shards)
         ]
+        for made in records:
+            if "metrics" in made:
+                made["metrics"] |= metrics(made["id"]) if callable(metrics) else metrics or {}
+                made["answers"] = made["answers"] if asked else []
         folder = tmp_path / "runs" / folder_name([task, press, scorer, str(budget)], config)
         folder.mkdir(parents=True)
         # JSON is YAML, and keeps the fixture without an emitter.

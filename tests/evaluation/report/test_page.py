@@ -48,6 +48,9 @@ def test_every_kind_of_picture_is_there(pictures):
         "Needles found: dense",
         "Needles found: ams tova segment_quota 64 tokens",
         "Kept positions, layer 1",
+        "Kept positions, all layers and kv heads",
+        "Attention mass, segments and quotas, all layers and kv heads",
+        "Communities of tokens, all layers and kv heads",
         "Communities of tokens, layer 1, kv head 0",
     ):
         assert title in pictures, title
@@ -72,7 +75,7 @@ def test_the_page_needs_nothing_else_and_says_what_is_missing(written):
     assert "the budget never bound" in text and "failed samples count in no figure (s1)" in text
     assert text.count("★") >= 6
     # What is left out is told after all that is there, each reason once.
-    assert "2 runs are not in this report" in text
+    assert "2 runs are not in this report, or not all of it" in text
     assert text.count("not finished; give its command again") == 1
     assert text.index("not finished; give its command again") > text.rindex("<svg")
     assert text.count("<code>needle-ams-tova-") == 2
@@ -131,6 +134,9 @@ def test_no_text_of_a_picture_lies_on_another_or_is_cut_off(written, tmp_path):
     narrow = [Series("m", [(64.0, 0.50541, None), (128.0, 0.50589, 0.0001)])]
     long_ticks = LineChart("long ticks", "x", "y", [(64.0, "64"), (128.0, "128")], narrow, percent=True).draw()
     page = written.read_text().replace("</body>", f"<figure>{long_ticks}</figure></body>")
+    # What is folded up, too.
+    assert "<details>" in page
+    page = page.replace("<details>", "<details open>")
     assert "50.54 %" in page and faults_of(page, tmp_path) == []
     # As wide as A4 between its margins, in the style of print: nothing is cut off at the right edge either.
     assert "@media print" in page
@@ -238,6 +244,28 @@ def test_an_axis_ends_at_its_limits_and_error_bars_with_it():
     assert min(heights) == 0 and max(heights) == 1
     ends = [tuple(map(float, pair)) for pair in re.findall(r'd="M[\d.]+ ([\d.]+)V([\d.]+)M', chart)]
     assert ends[0][1] == pytest.approx(heights[1]) and ends[1][0] == pytest.approx(heights[0])
+
+
+@pytest.mark.parametrize("outside, others", [(-1.3e-8, []), (-1.3e-8, [0.2]), (1 + 1e-9, []), (1.3, [0.7])])
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_what_is_rounded_beyond_a_limit_is_drawn_on_it(outside, others, is_reference):
+    heights = [*others, 0.5 if is_reference else outside]
+    points = [(float(place), height, None) for place, height in enumerate(heights, start=1)]
+    chart = LineChart(
+        "t", "x", "y", [(x, f"{x:g}") for x, _, _ in points], [Series("m", points)],
+        reference=("dense", outside) if is_reference else None, limits=(0, 1),
+    ).draw()  # fmt: skip
+    ElementTree.fromstring(chart)
+    ticks = {
+        float(words): float(y) - 4 for y, words in re.findall(r'y="([\d.]+)" text-anchor="end"[^>]*>([\d.-]+)<', chart)
+    }
+    assert 0 <= min(ticks) < max(ticks) <= 1 and "-0.0" not in chart
+    if is_reference:
+        drawn = re.search(r'<path d="M88 ([\d.]+)H554" stroke="#555"', chart)[1]
+    else:
+        # The last mark is the legend's.
+        drawn = re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', chart)[-2]
+    assert float(drawn) == ticks[round(outside)]
 
 
 def test_lines_of_equal_height_stand_beside_each_other():

@@ -75,6 +75,47 @@ def test_what_is_about_another_kind_of_task_stays_away(make_run):
     assert not rows["text"] and [row[2:4] for row in rows["need"]] == [("dense", "0.3751"), ("AMS-Expected", "0.2209")]
 
 
+def test_memory_and_seconds_of_adakv_stand_beside_the_mask_alone(make_run):
+    for allocator in ("head_adaptive", "head_adaptive_mask"):
+        folder = make_run(
+            press="topk", scorer="expected_e2", allocator=allocator, budget=512, metrics={"kv_bytes": 9, "seconds": 2.0}
+        ).parent
+    make_run(
+        press="topk",
+        scorer="streaming_llm",
+        allocator="global_topk",
+        budget=512,
+        metrics={"kv_bytes": 9, "seconds": 2.0},
+    )
+    (section,) = sections_of(find_runs([folder])[0])
+    for name, figure in (("table 8, memory", "39.6"), ("table 8, time", "62.3")):
+        _, rows = published_rows(section, table(name))
+        assert [(row[0].split()[2], row[3]) for row in rows if row[2] == "AdaKV-ExpE2"] == [
+            ("head_adaptive_mask", figure)
+        ]
+
+
+def test_the_small_variant_of_the_backbones_has_its_figures_beside_it(make_run):
+    leaves = {"credit": True, "quota": "waterfill", "segment_mass": 0.1}
+    folder = make_run(task="reasoning", scorer="expected_e2", budget=512, leaves=leaves).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    for name, figures in (("OpenThinker3", ["45.8", "45.4"]), ("32B", ["47.8", "43.0"])):
+        assert [row[3] for row in published_rows(section, table(name))[1]] == figures
+
+
+def test_partitions_and_seconds_of_free_answers_are_known():
+    rows = {row.name: row.values for row in table("partition of the graph").rows}
+    assert rows == {
+        "Leiden": ((27.4, 31.1, 32.0),),
+        "connected components": ((20.3, 21.8, 27.0),),
+        "top-k neighbourhoods": ((18.2, 26.2, 29.6),),
+    }
+    assert [(row.name, row.values) for row in table("table 9, time").rows] == [
+        ("TOVA", (67.34,)),
+        ("AMS-TOVA", (63.85,)),
+    ]
+
+
 def test_a_table_with_one_known_method_of_many_is_left_out(make_run):
     (section,) = sections_of(find_runs([make_run(press="topk", allocator="global_topk")])[0])
     assert published_rows(section, table("tables 1 and 5")) == ("", [])

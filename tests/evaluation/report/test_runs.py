@@ -25,6 +25,59 @@ def test_finished_runs_are_found_and_others_named(make_run):
         find_runs([good.parent / "nowhere"])
 
 
+def test_one_damaged_folder_leaves_the_others_in_the_report(make_run):
+    """Torn, empty or foreign, whatever the file."""
+
+    def torn(path):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    good = make_run()
+    faults = {
+        "metrics.json is damaged": lambda run: torn(run / "metrics.json"),
+        "config.yaml is damaged": lambda run: torn(run / "config.yaml"),
+        "run_meta.json is damaged": lambda run: write_text(run / "run_meta.json", "["),
+        "damaged: metrics.json has no run, num_samples": lambda run: write_text(run / "metrics.json", "{}"),
+        "damaged: config.yaml has no model, task": lambda run: write_text(run / "config.yaml", "task:"),
+        "is no run folder: it has no config.yaml": lambda run: (
+            (run / "config.yaml").unlink(),
+            write_text(run / "error.txt", ""),
+        ),
+        "line 1, is not a record of a sample": lambda run: write_text(run / "predictions.jsonl", "x\n"),
+        "holds 3 of the 4 samples": lambda run: torn_line(run / "predictions.jsonl"),
+        "sample 'a' of predictions.jsonl has neither": lambda run: write_text(
+            run / "predictions.jsonl", "".join(f'{{"id": "{name}"}}\n' for name in "abcd")
+        ),
+        "not finished; give its command again": lambda run: (
+            (run / "metrics.json").unlink(),
+            write_text(run / "error.txt", "\n"),
+        ),
+    }
+
+    def torn_line(path):
+        path.write_bytes(path.read_bytes()[:-20])
+
+    folders = [make_run(budget=index) for index in range(1, len(faults) + 1)]
+    for folder, damage in zip(folders, faults.values()):
+        damage(folder)
+    before = {path: path.read_bytes() for path in good.parent.rglob("*") if path.is_file()}
+    runs, problems = find_runs([good.parent])
+    assert [run.path for run in runs] == [good]
+    found = {problem.path: problem.reason for problem in problems}
+    for folder, reason in zip(folders, faults):
+        assert reason in found[folder]
+    # Nothing was mended: a process may be at work there.
+    assert {path: path.read_bytes() for path in good.parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["kept_positions.npz", "regions.npz"])
+def test_torn_arrays_are_named_and_the_run_stays(make_run, name):
+    folder = make_run() if name.startswith("kept") else make_run(press="community", allocator="community")
+    assert find_runs([folder])[1] == []
+    (folder / name).write_bytes((folder / name).read_bytes()[:-40])
+    (run,), (problem,) = find_runs([folder])
+    assert run.path == problem.path == folder and problem.reason == f"{name} is damaged, so nothing is drawn of it"
+
+
 def test_shards_become_the_undivided_run(make_run):
     whole = make_run(samples=7, failed=("s3",), skipped=("line 3: no prompt",))
     undivided = find_runs([whole])[0][0]
@@ -102,7 +155,7 @@ def test_failed_samples_count_in_no_figure(make_run):
     assert section.entries[0].value("kl").n == 3
 
 
-@pytest.mark.parametrize("budget, number", [(256, 256.0), (0.25, 0.25), ("64MiB", 64 * 2**20)])
+@pytest.mark.parametrize("budget, number", [(256, 256.0), (0.25, 0.25), ("64MiB", 64 * 2**20), ("1.5 gb", 1.5e9)])
 def test_budgets_are_numbers_on_the_axis(make_run, budget, number):
     (section,) = sections_of(find_runs([make_run(press="topk", budget=budget)])[0])
     assert section.budgets[0][0] == number

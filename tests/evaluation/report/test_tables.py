@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import math
+import statistics
 
 import pytest
 from rich.console import Console
@@ -11,7 +13,7 @@ from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report import Problem, find_runs, sections_of
 from kvstitch.evaluation.report.measures import MEMORY, QUALITY, SPEED
 from kvstitch.evaluation.report.sheets import grid_sheet, list_sheet
-from kvstitch.evaluation.report.tables import markdown, print_sections, summary_csv
+from kvstitch.evaluation.report.tables import markdown, print_sections, summary_csv, summary_json
 
 
 @pytest.fixture
@@ -73,10 +75,11 @@ def test_markdown_and_terminal_show_the_same_cells(sections):
 def test_memory_and_speed_of_the_dense_model_stand_first(sections):
     memory, speed = (list_sheet(sections[0], "cost", "", columns) for columns in (MEMORY, SPEED))
     slots, storage = ("slots a kv head, mean", "slots a kv head, peak"), ("KV storage, mean", "KV storage, peak")
-    assert memory.columns == ("method", "budget", *slots, *storage, "held beside it, peak", "process, peak", "n")
-    assert memory.rows[0] == ("dense", "", "1600", "–", "–", "286.1 MiB", "–", "–", "8") and memory.dense == {0}
+    # In replay both models share the process: its peak says nothing about either.
+    assert memory.columns == ("method", "budget", *slots, *storage, "held beside it, peak", "n")
+    assert memory.rows[0] == ("dense", "", "1600", "–", "–", "286.1 MiB", "–", "8") and memory.dense == {0}
     assert memory.rows[1][:4] == ("ams tova segment_quota", "64 tokens", "320", "576")
-    assert memory.rows[1][4:] == ("54.9 MiB", "61.0 MiB", "28.6 MiB", "1.86 GiB", "8") and len(memory.rows) == 10
+    assert memory.rows[1][4:] == ("54.9 MiB", "61.0 MiB", "28.6 MiB", "8") and len(memory.rows) == 10
     assert speed.columns == (
         "method",
         "budget",
@@ -109,7 +112,7 @@ def test_storage_that_is_larger_only_for_its_room_is_explained(make_run, own):
     assert note not in markdown(sections_of(find_runs([folder.parent])[0]))
     change(folder, {"kv_bytes": 4e8, "peak_slots": 768})
     (line,) = [line for line in markdown(sections_of(find_runs([folder.parent])[0])).splitlines() if note in line]
-    assert line.startswith("Memory, as measured (means over the samples; process and GPU hold both models together; ")
+    assert line.startswith("Memory, as measured (means over the samples; where KV storage")
 
 
 def test_markdown_says_how_many_samples_and_ends_with_what_is_left_out(sections, tmp_path):
@@ -148,3 +151,113 @@ def test_a_narrow_terminal_cuts_no_name_short(sections, width):
     print_sections(sections, Console(file=output, width=width))
     assert "…" not in output.getvalue()
     assert max(map(len, output.getvalue().splitlines())) <= width
+
+
+def test_peaks_are_shown_where_each_model_had_its_own(make_run):
+    """kvpress's presses generate, too, but beside the dense model."""
+    peaks = {"peak_process_bytes": 2**30, "peak_device_bytes": 3 * 2**30}
+    apart = {f"dense_{name}": value / 2 for name, value in peaks.items()}
+    make_run(mode="generate", metrics=peaks | apart)
+    folder = make_run(mode="generate", press="kvpress", metrics=peaks).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    memory = list_sheet(section, "", "", MEMORY)
+    assert memory.columns[-3:] == ("process, peak", "GPU memory, peak", "n")
+    assert {row[0]: row[-3:-1] for row in memory.rows} == {
+        "dense": ("512.0 MiB", "1.50 GiB"),
+        "ams tova segment_quota": ("1.00 GiB", "3.00 GiB"),
+        "kvpress tova segment_quota": ("–", "–"),
+    }
+    # Nothing that was measured is lost.
+    assert "peak_process_bytes" in summary_csv([section])
+
+
+def test_json_joins_what_the_metrics_of_each_run_hold(make_run):
+    folders = [make_run(seed=seed, bound=3, failed=("s0",)) for seed in (1, 2)]
+    make_run(press="dense", scorer=None, allocator=None, seed=1)
+    broken = make_run(budget=8)
+    (broken / "metrics.json").unlink()
+    runs, problems = find_runs([broken.parent])
+    content = json.loads(summary_json(sections_of(runs), problems))
+    assert content["not_in_report"] == [{"folder": broken.name, "reason": "not finished; give its command again"}]
+    (section,) = content["sections"]
+    assert (section["task"], section["model"], section["mode"]) == ("needle", "tiny", "replay")
+    dense, entry = section["entries"]
+    assert (dense["method"], dense["budget_value"], dense["bound_samples"]) == ("dense", None, None)
+    assert entry["method"] == "ams tova segment_quota" and (entry["budget"], entry["budget_value"]) == (
+        "256 tokens",
+        256.0,
+    )
+    assert entry["seeds"] == [1, 2] and entry["folders"] == [folder.name for folder in folders]
+    # Of three samples a seed that are not failed two bound.
+    assert (entry["samples"], entry["bound_samples"]) == (8, 4)
+    own = [json.loads((folder / "metrics.json").read_text())["metrics"] for folder in folders]
+    assert entry["metrics"].keys() == own[0].keys()
+    kl, each = entry["metrics"]["kl"], [metrics["kl"] for metrics in own]
+    assert (kl["n"], kl["seeds"]) == (6, 2)
+    assert kl["mean"] == pytest.approx(statistics.fmean(one["mean"] for one in each))
+    assert kl["std_seeds"] == pytest.approx(statistics.stdev(one["mean"] for one in each))
+    assert kl["std_samples"] > 0
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_budget_that_never_bound_is_marked_and_never_the_best(make_run, bound):
+    """Whoever evicts nothing agrees with the dense model best."""
+    make_run(metrics={"kl": 0.3})
+    make_run(press="topk", allocator="global_topk", metrics={"kl": 0.2})
+    folder = make_run(press="new", bound=bound, metrics={"kl": 0.0}).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    sheet = grid_sheet(section, KL)
+    (best,) = sheet.best
+    assert sheet.rows[best[0]][0].split()[0] == ("new" if bound else "topk")
+    cells = {row[0].split()[0]: row[1] for row in sheet.rows}
+    assert cells == {"ams": "0.3000", "topk": "0.2000", "new": "0.0000" if bound else "0.0000 †"}
+    assert ("† the budget never bound" in sheet.note) is not bound
+
+
+def test_who_never_bound_does_not_share_the_first_place(make_run):
+    for press, kl in (("ams", 0.2), ("topk", 0.3)):
+        make_run(press=press, allocator=press, metrics={"kl": kl})
+    folder = make_run(press="new", bound=False, metrics={"kl": 0.2}).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    sheet = grid_sheet(section, KL)
+    assert [sheet.rows[line][0].split()[0] for line, _ in sheet.best] == ["ams"]
+
+
+def test_nobody_is_the_best_beside_budgets_that_never_bound(make_run):
+    make_run(metrics={"kl": 0.3})
+    folder = make_run(press="new", bound=False, metrics={"kl": 0.4}).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    assert not grid_sheet(section, KL).best
+
+
+def test_in_how_many_samples_a_budget_bound_is_said_over_all_seeds(make_run):
+    folders = [make_run(seed=seed, bound=bound) for seed, bound in ((1, 3), (2, False), (3, True))]
+    (section,) = sections_of(find_runs(folders)[0])
+    assert section.entries[0].bound == (7, 12) and not section.entries[0].never_bound
+    line = "ams tova segment_quota, 256 tokens: the budget bound in 7 of 12 samples; in the others nothing was evicted"
+    assert line in markdown([section])
+    assert "the budget" not in markdown(sections_of(find_runs([folders[2]])[0]))
+
+
+def test_perplexity_stands_where_nothing_is_asked(make_run):
+    """That of the whole text: exp of the mean over its pieces, which are equally long."""
+    values = {"s0": 2.0, "s1": 3.0, "s2": 2.5, "s3": 2.1}
+    metrics = lambda sample: {"nll": values[sample], "dense_nll": values[sample] - 1}
+    folder = make_run(asked=False, metrics=metrics)
+    (run,), _ = find_runs([folder])
+    (section,) = sections_of([run])
+    value, dense = section.entries[0].value("perplexity"), section.dense("perplexity")
+    assert value.mean == pytest.approx(math.exp(2.4)) and dense.mean == pytest.approx(math.exp(1.4))
+    assert value.std == pytest.approx(math.exp(2.4) * statistics.stdev(values.values())) and value.n == 4
+    assert run.summary["metrics"]["perplexity"] == pytest.approx({"n": 4, "mean": value.mean, "std": value.std})
+    assert run.summary["metrics"]["dense_perplexity"]["mean"] == pytest.approx(dense.mean)
+    assert "perplexity (mean ± standard error" in markdown([section]) and "| dense | 4.06" in markdown([section])
+    asked = make_run(budget=64, metrics=metrics)
+    (run,), _ = find_runs([asked])
+    assert "perplexity" not in run.summary["metrics"] and sections_of([run])[0].entries[0].value("perplexity") is None
+
+
+def test_perplexity_has_no_number_beyond_all_bounds(make_run):
+    (run,), _ = find_runs([make_run(asked=False, metrics={"nll": 800.0})])
+    assert run.summary["metrics"]["perplexity"] == {"n": 4, "mean": None, "std": None}
+    assert "perplexity" not in markdown(sections_of([run]))
