@@ -1,7 +1,8 @@
 """Checks of constructor options; the message names the option, what arrived and what is allowed."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+
+from kvstitch.views.spelling import did_you_mean
 
 
 def check_choices(options: object, allowed: Mapping[str, Sequence[str]]) -> None:
@@ -9,9 +10,8 @@ def check_choices(options: object, allowed: Mapping[str, Sequence[str]]) -> None
     for name, choices in allowed.items():
         value = getattr(options, name)
         if value not in choices:
-            near = get_close_matches(str(value), choices, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+            valid = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {valid}, got {value!r}{did_you_mean(value, choices)}")
 
 
 def check_counts(options: object, least: Mapping[str, int]) -> None:

@@ -71,7 +71,9 @@ def closed_loop_sample(
         known = stack.enter_context(baselines.once(sample)) if baselines is not None else None
         with dataclasses.replace(press, on_read=meter, measure_mass=True)(loaded.model) as run:
             pressed = Stream(loaded.model)
-            dense = RecordedDense(loaded.model, known) if known else LiveDense(loaded, run.paused, baselines is not None)
+            dense = (
+                RecordedDense(loaded.model, known) if known else LiveDense(loaded, run.paused, baselines is not None)
+            )
             pressed.prefill(sample.prompt_ids)
             if pressed.ends_in_nan():
                 # Said here, because no index can be made of it.

@@ -25,6 +25,7 @@ from kvstitch.evaluation.compactions import event_metrics
 from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
 from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
+from kvstitch.evaluation.options import check_least, check_types
 from kvstitch.evaluation.reads import index_metrics
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.results import SampleResult, make_record
@@ -52,21 +53,17 @@ class Sampling:
     samples_per_question: int = 1
 
     def __post_init__(self):
-        if not isinstance(self.do_sample, bool):
-            raise TypeError(f"sampling.do_sample must be true or false, got {self.do_sample!r}")
+        check_types(self, "sampling")
+        check_least(self, "sampling", {"top_k": 0, "samples_per_question": 1})
         if not self.temperature > 0:
             raise ValueError(f"sampling.temperature must be above 0, got {self.temperature}; write sampling.do_sample=false "
                              "for greedy decoding")  # fmt: skip
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"sampling.top_k must be a whole number of at least 0, got {self.top_k!r}")
-        draws = self.samples_per_question
-        if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-            raise ValueError(f"sampling.samples_per_question must be a whole number of at least 1, got {draws!r}")
-        if draws > 1 and not self.do_sample:
+        if self.samples_per_question > 1 and not self.do_sample:
             raise ValueError(
-                f"sampling.samples_per_question={draws} needs sampling.do_sample=true: greedy answers are all the same"
+                f"sampling.samples_per_question={self.samples_per_question} needs sampling.do_sample=true: greedy answers are "
+                "all the same"
             )
 
     def options(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Numbers and words are compared whole, never as a prefix, suffix or substring: 71
 by value (070 answers 70: both are the integer seventy), words and identifiers by spelling (070 does not).
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 
 from kvstitch.evaluation.graders.boxes import boxed_integer, boxed_math, final_number
@@ -30,6 +29,7 @@ from kvstitch.evaluation.graders.words import (
     number_share,
     numbers,
 )
+from kvstitch.evaluation.options import check_choice
 
 __all__ = ["GRADERS", "check_grader", "grade", "numbers"]
 
@@ -68,10 +68,7 @@ def check_grader(name: str) -> None:
         ValueError: no such grader; the valid choices are named.
         ImportError: what it needs is not installed.
     """
-    if name not in GRADERS:
-        nearest = difflib.get_close_matches(str(name), GRADERS, n=1, cutoff=0.3)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"task.grader must be one of {', '.join(GRADERS)}, got {name!r}{hint}")
+    check_choice("task.grader", name, GRADERS)
     if name == boxed_math.__name__:
         require_math_verify()
 

@@ -1,6 +1,5 @@
 """kvpress's presses as rows of our tables: the context compressed once, by their code, then asked; next to the dense model."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from kvstitch.evaluation.answers import answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.dense_side import LiveDense, RecordedDense
 from kvstitch.evaluation.models import LoadedModel
+from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.pipeline import refuse_decoding, theirs_at
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Stream, stored_bytes, stored_slots
@@ -38,6 +38,8 @@ class KVPressBaseline:
         object.__setattr__(self, "budget", Budget.of(self.budget))
         if self.budget.bytes is not None:
             raise ValueError("`budget` of a kvpress press must be tokens or a kept fraction, got bytes")
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"press.options must map arguments of the press to values, got {self.options!r}")
         refuse_decoding(self.build(2))
 
     def build(self, context_tokens: int) -> Any:
@@ -45,7 +47,7 @@ class KVPressBaseline:
 
         Raises:
             ImportError: kvpress is not installed.
-            ValueError: it has no such press.
+            ValueError: it has no such press, or one that takes other arguments.
         """
         try:
             import kvpress
@@ -53,14 +55,18 @@ class KVPressBaseline:
             raise ImportError(f"press=kvpress needs kvpress: pip install -e '.[kvpress]' ({error})") from error
         known = [name for name in dir(kvpress) if name.endswith("Press") and name != "BasePress"]
         if self.name not in known:
-            near = difflib.get_close_matches(str(self.name), known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"press.name={self.name!r} is no press of kvpress {version('kvpress')}{hint}")
+            raise ValueError(
+                f"press.name={self.name!r} is no press of kvpress {version('kvpress')}; choose one of {', '.join(known)}"
+                f"{nearest(self.name, known)}"
+            )
         seen = torch.tensor([context_tokens])
         keep = min(int(self.budget.slots(seen, 1, least=1)), context_tokens)
         # kvpress keeps int(tokens * (1 - ratio)): half a slot more than wanted is safe from rounding.
         ratio = 0.0 if keep == context_tokens else 1 - (keep + 0.5) / context_tokens
-        return getattr(kvpress, self.name)(compression_ratio=ratio, **self.options)
+        try:
+            return getattr(kvpress, self.name)(compression_ratio=ratio, **self.options)
+        except TypeError as error:
+            raise ValueError(f"press.name={self.name} with press.options={dict(self.options)}: {error}") from error
 
 
 def kvpress_sample(
@@ -119,7 +125,9 @@ def _ask(
 @contextmanager
 def _peaks_noted(stream: Stream) -> Iterator[None]:
     """Looks at the cache after each layer's attention, before a press that is entered later compresses the layer."""
-    attention = [module for module in stream.model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+    attention = [
+        module for module in stream.model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    ]
     handles = [module.register_forward_hook(lambda *_: stream.storage.note_peaks(stream.cache)) for module in attention]
     try:
         yield

@@ -1,6 +1,5 @@
 """Loads the model and the tokenizer that a run evaluates: the embedded one, or any hub id or local folder."""
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,11 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from kvstitch.evaluation.options import check_choice, check_type, nearest
 from kvstitch.evaluation.smollm2 import smollm2_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class LoadedModel(NamedTuple):
@@ -43,6 +45,8 @@ def load_smollm2(
         RuntimeError: the weights could not be fetched, or their checksum differs.
     """
     torch_dtype, target = _parse_dtype(dtype, DTYPES), _parse_device(device)
+    _check_attention(attn_implementation)
+    check_type("model.cache_dir", cache_dir, str, optional=True)
     with _quiet_progress():
         folder = smollm2_folder(cache_dir)
         return _load(str(folder), target, dtype=torch_dtype, attn_implementation=attn_implementation)
@@ -74,7 +78,12 @@ def load_hub(
         FileNotFoundError: `name` is a path and nothing is there.
         ImportError: `device_map` without accelerate.
     """
-    torch_dtype = _parse_dtype(dtype, ("auto", *DTYPES))
+    check_type("model.name", name, str)
+    for option, value in (("revision", revision), ("device_map", device_map)):
+        check_type(f"model.{option}", value, str, optional=True)
+    check_type("model.trust_remote_code", trust_remote_code, bool)
+    _check_attention(attn_implementation)
+    torch_dtype, target = _parse_dtype(dtype, ("auto", *DTYPES)), _parse_device(device)
     path = Path(name).expanduser()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"model.name={name!r}: no such folder")
@@ -84,13 +93,13 @@ def load_hub(
                 f"model.device={device!r} and model.device_map={device_map!r} both place the model; give one of them"
             )
         if importlib.util.find_spec("accelerate") is None:
-            raise ImportError(f"model.device_map={device_map!r} needs accelerate: pip install accelerate")
+            raise ImportError(f"model.device_map={device_map!r} needs accelerate: pip install -e '.[accelerate]'")
     options = {"revision": revision} if revision is not None else {}
     try:
         with _quiet_progress():
             return _load(
                 str(path) if path.is_dir() else name,
-                None if device_map is not None else _parse_device(device),
+                None if device_map is not None else target,
                 dtype=torch_dtype,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
@@ -135,17 +144,16 @@ def _load(source: str, device: torch.device | None, **options: Any) -> LoadedMod
 
 
 def _parse_dtype(dtype: str, allowed: tuple[str, ...]) -> torch.dtype | str:
-    if dtype not in allowed:
-        nearest = difflib.get_close_matches(str(dtype), allowed, n=1, cutoff=0.3)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"model.dtype must be one of {', '.join(allowed)}, got {dtype!r}{hint}")
+    check_choice("model.dtype", dtype, allowed)
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def _parse_device(device: str) -> torch.device:
-    kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-        raise ValueError(f"model.device must be auto, cpu, cuda or cuda:<index>, got {device!r}")
+    kind, _, index = str(device).partition(":")
+    if kind not in DEVICES or (index and (kind != "cuda" or not index.isdigit())):
+        # By its letters alone the nearest of "gpu" would be "cpu".
+        hint = nearest("cuda" if kind.lower() == "gpu" else kind, DEVICES)
+        raise ValueError(f"model.device must be auto, cpu, cuda or cuda:<index>, got {device!r}{hint}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "auto":
         return torch.device("cuda" if count else "cpu")
@@ -154,6 +162,13 @@ def _parse_device(device: str) -> torch.device:
             f"model.device={device!r}: PyTorch {torch.__version__} sees {count} GPU(s) here; use model.device=cpu or auto"
         )
     return torch.device(device)
+
+
+def _check_attention(name: str | None) -> None:
+    """Names of the hub's kernels, which hold a slash, are transformers' to know."""
+    check_type("model.attn_implementation", name, str, optional=True)
+    if name is not None and "/" not in name:
+        check_choice("model.attn_implementation", name, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()))
 
 
 @contextmanager

@@ -63,6 +63,8 @@ class RetrievalPress:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"`{name}` must be an integer of at least {low}, got {value!r}")
+        for name in ("record_events", "measure_mass"):
+            require_type(name, getattr(self, name), bool)
         if self.allocator.needs_scores != (self.scorer is not None):
             wanted = (
                 "orders members by a score: give the press a `scorer`"

@@ -1,16 +1,17 @@
 """Checks of constructor options; the message names the option, what arrived and what is allowed."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
+
+from kvstitch.views.spelling import did_you_mean
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `ValueError` unless `value` is one of `choices`."""
     if value in choices:
         return
-    near = get_close_matches(str(value), choices, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+    raise ValueError(
+        f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{did_you_mean(value, choices)}"
+    )
 
 
 def check_count(name: str, value: object, least: int, odd: bool = False) -> None:

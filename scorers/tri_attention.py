@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstitch.scorers.base import Scorer
 from kvstitch.scorers.masking import without_empty
-from kvstitch.scorers.options import check_choice, check_count, check_interval
+from kvstitch.scorers.options import check_choice, check_count, check_interval, check_switch
 from kvstitch.scorers.rotation import turns
 from kvstitch.scorers.tri_attention_statistics import TriAttentionStatistics
 from kvstitch.views import LayerView, Needs, QueryStatistics, Rotary
@@ -55,6 +55,7 @@ class TriAttention(Scorer):
         check_choice("aggregate", self.aggregate, AGGREGATES)
         check_choice("gqa", self.gqa, AGGREGATES)
         check_count("offset_max", self.offset_max, 1)
+        check_switch("debias", self.debias)
         if self.shrinkage_tokens is not None:
             check_interval("shrinkage_tokens", self.shrinkage_tokens, 0, float("inf"), high_allowed=False)
             if self.statistics is None:
@@ -64,6 +65,10 @@ class TriAttention(Scorer):
                 )
         if isinstance(self.statistics, (str, PathLike)):
             object.__setattr__(self, "statistics", TriAttentionStatistics.load(self.statistics))
+        elif not (self.statistics is None or isinstance(self.statistics, TriAttentionStatistics)):
+            raise TypeError(
+                f"statistics must be a TriAttentionStatistics, the path of its file or None, got {self.statistics!r}"
+            )
 
     @property
     def needs(self) -> Needs:

@@ -1,13 +1,16 @@
 """Turns an exception of a run into one message for the user, or recognises it as a bug that deserves its traceback."""
 
-import difflib
 import dis
+import inspect
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -15,9 +18,11 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException
 
+from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.records import RunError
 
 
@@ -46,6 +51,8 @@ def explain(error: BaseException, configs: Path, arguments: Sequence[str], confi
     if isinstance(error, MissingMandatoryValue):
         key = _key_in(str(error), r"full_key: (\S+)", r"Missing mandatory value: (\S+)")
         return f"{key} must be given: add {key}=<value> to the command"
+    if isinstance(error, InterpolationValidationError) and "${output_dir}" in str(error):
+        return "output_dir must be text, the name of a folder such as runs; null, lists and mappings are none"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _first_lines(error)
     if isinstance(error, RunError):
@@ -55,19 +62,81 @@ def explain(error: BaseException, configs: Path, arguments: Sequence[str], confi
     return str(error) if _raised_on_purpose(error) else None
 
 
-def nearest(wrong: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'ams'?`, or nothing if no choice is near."""
-    near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def require_names(arguments: Sequence[str], configs: Path, config_name: str = "run") -> None:
+    """Refuse what cannot be the name of an option of a group, such as null or a number; Hydra would not say whose.
+
+    Args:
+        arguments: the command line without the script's name.
+        configs: folder of the configuration.
+        config_name: the configuration that the script composes.
+
+    Raises:
+        RunError: one of them.
+    """
+    groups = _stated(configs, config_name)[1]
+    for override in _overrides_of_groups(arguments, configs):
+        group = override.key_or_group
+        for value in [] if override.is_delete() else _values(override):
+            # Two experiments can go together, two presses cannot.
+            names = value if isinstance(value, list) and groups.get(group) is None else [value]
+            if not all(isinstance(name, str | QuotedString) for name in names):
+                raise RunError(_no_option(group, json.dumps(value, default=str), configs))
+
+
+def require_keys(plain: Mapping[str, Any], configs: Path, config_name: str = "run") -> None:
+    """Refuse what was added to a configuration and nobody reads, or taken away although somebody does.
+
+    Args:
+        plain: the resolved configuration.
+        configs: folder of the configuration.
+        config_name: the configuration that the script composes.
+
+    Raises:
+        RunError: one of them.
+    """
+    stated, groups = _stated(configs, config_name)
+    parts = {group for group, option in groups.items() if option is not None}
+    for key in plain:
+        if key not in stated and key not in parts:
+            raise RunError(
+                _nothing_chosen(key) if key in groups else _no_key(key, "valid keys are", {*stated, *groups})
+            )
+    for part in parts:
+        if isinstance(plain.get(part), Mapping) and "_target_" not in plain[part]:
+            raise RunError(_nothing_chosen(part))
+    _require_stated(stated, plain)
+
+
+def _require_stated(stated: Mapping[str, Any], plain: Mapping[str, Any], parent: str = "") -> None:
+    for key, value in stated.items():
+        if key not in plain:
+            raise RunError(f"{parent}{key} was taken away, but a run needs it: give it a value instead")
+        if isinstance(value, Mapping):
+            if not isinstance(plain[key], Mapping):
+                raise RunError(f"{key} is no option but holds some: {', '.join(map(str, value))}; got {plain[key]!r}")
+            _require_stated(value, plain[key], f"{key}.")
 
 
 def _missing_option(error: MissingConfigException, configs: Path) -> str:
-    group, _, option = (error.missing_cfg_file or "").partition("/")
-    folder = configs / group
-    if not folder.is_dir() or not option:
+    group, slash, option = (error.missing_cfg_file or "").partition("/")
+    if not slash or not (configs / group).is_dir():
         return _first_lines(error)
+    return _no_option(group, option, configs)
+
+
+def _no_option(group: str, option: str, configs: Path) -> str:
+    folder = configs / group
     valid = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
     return f"there is no {group}={option}; choose one of {', '.join(valid) or 'none'}{nearest(option, valid)}"
+
+
+def _no_key(key: str, place: str, valid: Iterable[str]) -> str:
+    valid = sorted(valid)
+    return f"there is no option {key}; {place} {', '.join(valid)}{nearest(key.rpartition('.')[2], valid)}"
+
+
+def _nothing_chosen(group: str) -> str:
+    return f"no {group} is chosen here, so it has no options; add {group}=<choice>"
 
 
 def _composition(error: ConfigCompositionException, configs: Path, arguments: Sequence[str], config_name: str) -> str:
@@ -78,33 +147,51 @@ def _composition(error: ConfigCompositionException, configs: Path, arguments: Se
     key = _key_in(message, r"full_key: (\S+)", r"Could not override '([^']+)'")
     if key is None or "not in struct" not in message:
         return _first_lines(error)
-    parent, _, leaf = key.rpartition(".")
+    parent = key.rpartition(".")[0]
     if key in _groups(configs):
-        return f"no {key} is chosen here, so it has no options; add {key}=<choice>"
+        return _nothing_chosen(key)
     config = _groups_alone(configs, arguments, config_name)
     node = OmegaConf.select(config, parent) if parent else config
     valid = sorted(str(name) for name in node if name != "_target_") if isinstance(node, DictConfig) else []
     if not valid:
         return f"there is no option {key}: {parent} has nothing to set"
-    place = f"{parent} takes" if parent else "valid keys are"
-    return f"there is no option {key}; {place} {', '.join(valid)}{nearest(leaf, valid)}"
+    return _no_key(key, f"{parent} takes" if parent else "valid keys are", valid)
 
 
 def _groups_alone(configs: Path, arguments: Sequence[str], config_name: str) -> DictConfig:
     """The configuration with the chosen options of the groups, but without single values."""
-    groups = _groups(configs)
-    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
-    parsed = [o for o in OverridesParser.create().parse_overrides(overrides) if o.key_or_group in groups]
     # Of a sweep over options the first stands for all.
     chosen = [
-        f"{o.key_or_group}={next(o.sweep_string_iterator())}" if o.is_sweep_override() else o.input_line for o in parsed
+        f"{o.key_or_group}={next(o.sweep_string_iterator())}" if o.is_sweep_override() else o.input_line
+        for o in _overrides_of_groups(arguments, configs)
     ]
     with initialize_config_dir(str(configs), version_base="1.3"):
         # The list may name null groups, which a user can still choose.
         config = compose(config_name, overrides=chosen)
-    listed = OmegaConf.load(configs / f"{config_name}.yaml").defaults
-    named = {str(name) for entry in listed if isinstance(entry, DictConfig) for name in entry}
-    return OmegaConf.merge({name: None for name in groups & named}, config)
+    return OmegaConf.merge(dict.fromkeys(_stated(configs, config_name)[1]), config)
+
+
+def _stated(configs: Path, config_name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """What the file of a configuration holds itself, and the groups that it lists with their defaults."""
+    content = OmegaConf.to_container(OmegaConf.load(configs / f"{config_name}.yaml"), resolve=False)
+    content.pop("hydra", None)
+    listed = [entry for entry in content.pop("defaults") if isinstance(entry, Mapping)]
+    groups = _groups(configs)
+    return content, {name: option for entry in listed for name, option in entry.items() if name in groups}
+
+
+def _overrides_of_groups(arguments: Sequence[str], configs: Path) -> list[Override]:
+    groups = _groups(configs)
+    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
+    return [o for o in OverridesParser.create().parse_overrides(overrides) if o.key_or_group in groups]
+
+
+def _values(override: Override) -> list[Any]:
+    """What stands behind the sign of equality, of a sweep each of its values; none if only Hydra can list them."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return value.list
+    return [] if override.is_sweep_override() else [value]
 
 
 def _groups(configs: Path) -> set[str]:
@@ -118,10 +205,22 @@ def _instantiation(
     if cause is None:
         return _first_lines(error)
     if isinstance(cause, TypeError) and "argument" in str(cause) and not _raised_on_purpose(cause):
-        return str(cause)
+        return _unexpected_argument(error, cause) or str(cause)
     if isinstance(cause, ImportError):
         return f"{_first_lines(error)}: {cause}"
     return explain(cause, configs, arguments, config_name)
+
+
+def _unexpected_argument(error: InstantiationException, cause: TypeError) -> str | None:
+    key = _key_in(str(cause), r"unexpected keyword argument '(\w+)'")
+    target = _key_in(str(error), r"call to target '([\w.]+)'")
+    if key is None or target is None:
+        return None
+    made = get_object(target)
+    # What is called from there can refuse arguments, too, and they are no options.
+    if not str(cause).startswith(made.__qualname__):
+        return None
+    return _no_key(key, f"{made.__name__} takes", inspect.signature(made).parameters)
 
 
 def _raised_on_purpose(error: BaseException) -> bool:

@@ -18,13 +18,14 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
-from hydra_errors import explain, nearest
+from hydra_errors import explain, require_keys, require_names
 from hydra_plugins.kvstitch_ray import RayLauncher
 from hydra_plugins.kvstitch_sweeper import TableSweeper
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from sweep import DONE, FAILED, NOT_RUN, ON_ERROR, READ, RUNNING, SweepFolder
 
+from kvstitch.evaluation.options import check_choice, check_type
 from kvstitch.evaluation.records import METRICS, RunError, RunFolder, folder_name
 from kvstitch.evaluation.table import print_table
 
@@ -46,19 +47,23 @@ def compose_job(config: DictConfig) -> Job:
     """What a composed configuration asks for.
 
     Raises:
-        RunError: a part is missing.
+        RunError: a part is missing, or there is a key that nobody reads.
+        TypeError: `output_dir` is no text, or `reuse_dense` no truth value.
+        ValueError: `on_error` is none of its choices.
     """
+    raw = OmegaConf.to_container(config, resolve=False)
+    _require_parts(raw)
+    require_keys(raw, CONFIGS)
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     choices = dict(HydraConfig.get().runtime.choices)
-    _require_parts(plain)
     # Where a run is written, what follows its failure and who computed the dense side do not change what it is.
-    output_dir, on_error, reuse_dense = Path(plain.pop("output_dir")), plain.pop("on_error"), plain.pop("reuse_dense")
+    output_dir, on_error, reuse_dense = (plain.pop(name) for name in ("output_dir", "on_error", "reuse_dense"))
+    check_type("output_dir", output_dir, str)
+    check_choice("on_error", on_error, ON_ERROR)
+    check_type("reuse_dense", reuse_dense, bool)
+    output_dir = Path(output_dir)
     if output_dir == Path():
         raise RunError("output_dir must name a folder of its own, such as runs, not the present one")
-    if on_error not in ON_ERROR:
-        raise RunError(
-            f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}{nearest(str(on_error), ON_ERROR)}"
-        )
     folder = RunFolder(output_dir / folder_name(readable(plain, choices), plain))
     return Job(plain, choices, folder, output_dir / DENSE if reuse_dense else None)
 
@@ -168,6 +173,7 @@ def _full_story(error: BaseException) -> str:
 def guarded(action: Callable[[], None], config_name: str = "run") -> int:
     """Exit status of an action: 0 done, 1 refused or failed. An error of the user's gets one message, a bug its traceback."""
     try:
+        require_names(sys.argv[1:], CONFIGS, config_name)
         action()
     except Exception as error:
         message = explain(error, CONFIGS, sys.argv[1:], config_name)

@@ -2,21 +2,33 @@
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from kvstitch.evaluation.graders.equivalence import same_value
 from kvstitch.evaluation.graders.words import gold_values, numbers
 
-_BOX = re.compile(r"\\f?boxed\s*\{")
+# Without braces LaTeX frames one token: "\boxed 42" would frame the 4 alone, which nobody means, and is no box.
+_BOX = re.compile(r"\\f?boxed(?:\s*(?P<brace>\{)|(?:\s*(?=\d)|\s+)(?P<token>[A-Za-z0-9])(?![A-Za-z0-9{^_]|[.,/]\d))")
 # How LaTeX sets thousands apart; dropped so that "2{,}125" and "2,\!125" are the number 2125.
 _THIN_SPACE = re.compile(r"\{,\}\s*|,?\\[!,;: ]")
-_SPELLINGS = (("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("$", ""), ("\\ ", ""))
+_SPELLINGS = (
+    ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("\\$", ""), ("$", ""), ("\\ ", "")
+)  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+# Words and units with their power, such as "\text{ cm}^2"; words that hold a digit stay.
+_UNIT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d))?")
+_FRACTION = re.compile(r"(-?)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s*/\s*(\d+))")
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last complete box, `None` if there is none; a box that the end of the answer cut is no box."""
-    for start in reversed([found.end() for found in _BOX.finditer(text)]):
-        depth = 1
+    """What stands in the last complete box, `None` if there is none; a box that the end of the answer cut is no box.
+
+    `\\boxed 4` frames the 4, as in LaTeX; `\\boxed 42` is no box.
+    """
+    for found in reversed(list(_BOX.finditer(text))):
+        if found["token"]:
+            return found["token"]
+        start, depth = found.end(), 1
         for place in range(start, len(text)):
             if text[place] in "{}" and text[place - 1] != "\\":
                 depth += 1 if text[place] == "{" else -1
@@ -26,11 +38,13 @@ def last_box(text: str) -> str | None:
 
 
 def boxed_integer(prediction: str, gold: Sequence[str]) -> float:
-    """1 if the last box holds exactly one number and it has the value of one of `gold` (AIME: 070 is 70, 711 is not 11)."""
+    """1 if the last box holds exactly one number, units aside, with the value of one of `gold` (070 is 70, 711 is not 11).
+
+    A fraction of two numbers is one number.
+    """
     box = last_box(prediction)
     values = gold_values(gold)
-    found = numbers(_plain(box)) if box is not None else []
-    return float(len(found) == 1 and found[0] in values)
+    return float(box is not None and _only_number(box) in [Fraction(value) for value in values])
 
 
 def final_number(prediction: str, gold: Sequence[str]) -> float:
@@ -59,6 +73,19 @@ def boxed_math(prediction: str, gold: Sequence[str]) -> float:
     if any(_squeezed(answer) == _squeezed(one) for one in wanted):
         return 1.0
     return float(any(same_value(answer, one) for one in wanted))
+
+
+def _only_number(latex: str) -> Fraction | None:
+    """The value of the only number, or of the only fraction of two, `None` where there are more or none."""
+    text = _UNIT.sub(" ", _plain(latex)).strip()
+    before, _, value = text.rpartition("=")
+    fraction = _FRACTION.fullmatch(value.strip())
+    if fraction is not None and not numbers(before):
+        sign, *digits = fraction.groups()
+        above, below = (int(part) for part in digits if part)
+        return None if below == 0 else Fraction(-above if sign else above, below)
+    found = numbers(text)
+    return Fraction(found[0]) if len(found) == 1 else None
 
 
 def _plain(latex: str) -> str:

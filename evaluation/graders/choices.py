@@ -7,7 +7,12 @@ from kvstitch.evaluation.graders.boxes import last_box
 from kvstitch.evaluation.graders.words import first_line, normalise, stands_in
 
 # Capitals only: "the answer is a dog" states no choice.
-_STATED = re.compile(r"(?i:\b(?:answer|choice|option)\b(?:\s+(?:is|would\s+be)\s*:?|\s*:))\s*\(?([A-Z])\b")
+_STATED = re.compile(
+    r"(?i:\b(?:answer|choice|option)\b(?:\s+(?:is|would\s+be)\s*:?|\s*:)(?:\s*(?:choice|option))?)\s*\(?([A-Z])\b"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}")
+# "(B) text" or "B. text", but not several choices.
+_BOXED = re.compile(r"\(([A-Z])\)(?!.*\([A-Z]\))|([A-Z])(?=[.):])(?!..*\b[A-Z][.):])", re.DOTALL)
 # A letter that is the whole line, or is set off from the words after it: "B", "(B)", "B. Because", but not "A dog".
 _LEADING = re.compile(r"\(([A-Z])\)|([A-Z])(?=$|[.):,])")
 
@@ -15,8 +20,9 @@ _LEADING = re.compile(r"\(([A-Z])\)|([A-Z])(?=$|[.):,])")
 def choice_letter(prediction: str, gold: Sequence[str]) -> float:
     """1 if the chosen letter is one of `gold`.
 
-    The letter is the last box's, else that of the first "the answer is (B)" (LongBench v2, arXiv 2412.15204), else the
-    one that the answer begins with. Text that only contains the letter chooses nothing.
+    The letter is the last box's, also with the choice's text after it ("(B) the second"), else that of the first "the answer is
+    (B)" (LongBench v2, arXiv 2412.15204), else the one that the answer begins with. Text that only contains the letter chooses
+    nothing.
     """
     chosen = _chosen(prediction.replace("*", "").strip())
     return float(chosen is not None and chosen in {wanted.strip().strip("().").upper() for wanted in gold})
@@ -25,8 +31,9 @@ def choice_letter(prediction: str, gold: Sequence[str]) -> float:
 def _chosen(text: str) -> str | None:
     box = last_box(text)
     if box is not None:
-        inside = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\.?\s*\}?", box.strip())
-        return inside.group(1).upper() if inside else None
+        bare = _TEXT.sub(r"\1", box).strip()
+        inside = re.fullmatch(r"\(?([A-Za-z])\)?\.?", bare) or _BOXED.match(bare)
+        return "".join(filter(None, inside.groups())).upper() if inside else None
     stated = _STATED.search(text)
     if stated:
         return stated.group(1)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_least
+from kvstitch.evaluation.tasks.base import Sample
 from kvstitch.evaluation.tasks.fields import gold_field, text_field
 from kvstitch.evaluation.tasks.generated import Draft, Pool, background, book_sentences, longest
 from kvstitch.evaluation.tasks.records import Parts, Records
@@ -48,6 +50,19 @@ class BabiLong(Records):
     max_new_tokens: int = 16
     seed: int = 42
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "task", {"length": 1})
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
+        """See `Records.samples`.
+
+        Raises:
+            ValueError: moreover, `length` exceeds `max_positions`.
+        """
+        self.require_positions("length", max_positions)
+        yield from super().samples(tokenizer, max_positions)
+
     def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
         """See `Records.records`."""
         path = existing(Path(self.path))
@@ -60,6 +75,12 @@ class BabiLong(Records):
             else:
                 rng = random.Random(f"babilong:{self.seed}:{path.stem}:{line}")
                 yield where, name, self._mixed(rng, story, labels, book, tokenizer)
+
+    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+        """See `Records.stored`; the stories alone, without the book around them."""
+        return (
+            ("", "", story if isinstance(story, BadRecord) else {}) for _, story in stories(existing(Path(self.path)))
+        )
 
     def _mixed(
         self, rng: random.Random, story: Story, labels: list[str], book: list[str], tokenizer: PreTrainedTokenizerBase

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from kvstitch.evaluation.grading import check_grader, grade
+from kvstitch.evaluation.options import check_least, check_types
 
 Scalar = str | int | float | bool | None
 
@@ -90,12 +91,8 @@ class Task(ABC):
     skipped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("num_samples", "prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"task.{name} must be at least 1 or null, got {value}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"task.max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        check_types(self, "task")
+        check_least(self, "task", {"num_samples": 1, "prefill_tokens": 1, "max_new_tokens": 1, "seed": 0})
         check_grader(self.grader)
 
     @abstractmethod
@@ -109,6 +106,23 @@ class Task(ABC):
         Raises:
             ValueError: a sample with its longest question and answer exceeds `max_positions`, or cannot be made.
         """
+
+    def require_positions(self, option: str, max_positions: int) -> None:
+        """Refuse a size that the model cannot hold before a text of it is made, which may take minutes.
+
+        Args:
+            option: tokens of a text, or things in it of a token each at the least.
+            max_positions: longest sequence of the model, in tokens.
+
+        Raises:
+            ValueError: the size is larger.
+        """
+        size = getattr(self, option)
+        if size > max_positions:
+            raise ValueError(
+                f"task.{option}={size} needs {size} positions for the text alone, but the model has {max_positions}: lower "
+                f"task.{option}, or take a model with a longer context"
+            )
 
     def grade(self, question: Question, prediction: str) -> float:
         """1 right, 0 wrong, in between where the grader gives credit for parts."""

@@ -51,8 +51,8 @@ class MappedRecords(Records):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.answer_pattern is not None and re.compile(self.answer_pattern).groups < 1:
-            raise ValueError(f"task.answer_pattern={self.answer_pattern!r} needs a group (...) around the answer")
+        if self.answer_pattern is not None:
+            _check_pattern(self.answer_pattern)
         if self.max_prompt_tokens is not None and not (self.truncate_middle and self.max_prompt_tokens >= 2):
             raise ValueError(
                 f"task.max_prompt_tokens={self.max_prompt_tokens} must be at least 2 and needs task.truncate_middle=true"
@@ -89,6 +89,15 @@ class MappedRecords(Records):
         room = prompt_room(self, tokenizer, max_positions, trace=parts.trace, asks=parts.asks)
         prompt, removed = truncate_middle(tokenizer, parts.prompt, min(room, self.max_prompt_tokens or room))
         return replace(parts, prompt=prompt, meta={**parts.meta, "removed_tokens": removed})
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"task.answer_pattern={pattern!r} is no regular expression: {error}") from error
+    if groups < 1:
+        raise ValueError(f"task.answer_pattern={pattern!r} needs a group (...) around the answer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Fields of a record: found, checked, and put into templates; every error names the record."""
 
-import difflib
 import json
 import re
 from string import Formatter
 from typing import Any
 
+from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.tasks.sources import BadRecord, Record, short
 
 
@@ -16,9 +16,7 @@ def field(record: Record, name: str, where: str) -> Any:
         BadRecord: there is none; the nearest name is proposed.
     """
     if name not in record:
-        nearest = difflib.get_close_matches(name, record, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise BadRecord(f"{where}: no field {name!r}, it has {', '.join(map(repr, record))}{hint}")
+        raise BadRecord(f"{where}: no field {name!r}, it has {', '.join(map(repr, record))}{nearest(name, record)}")
     return record[name]
 
 

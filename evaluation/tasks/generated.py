@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvstitch.evaluation.tasks.base import Scalar
+from kvstitch.evaluation.options import check_least
+from kvstitch.evaluation.tasks.base import Sample, Scalar
 from kvstitch.evaluation.tasks.encoding import encode
 from kvstitch.evaluation.tasks.fields import gold_field, text_field
 from kvstitch.evaluation.tasks.prose import sentences
@@ -132,8 +133,12 @@ class Generated(Records):
     max_new_tokens: int = 32
     seed: int = 42
 
+    # Options that say how large a text gets: its tokens, or things in it of a token each at the least.
+    sizes: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self):
         super().__post_init__()
+        check_least(self, "task", dict.fromkeys(self.sizes, 1))
         if self.num_samples is None and self.endless:
             raise ValueError("task.num_samples=null: samples are generated without end, give a number")
 
@@ -155,11 +160,25 @@ class Generated(Records):
             ValueError: the options leave no room for it.
         """
 
+    def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
+        """See `Records.samples`.
+
+        Raises:
+            ValueError: moreover, a size that exceeds `max_positions`.
+        """
+        for option in self.sizes if self.stored(tokenizer) is None else ():
+            self.require_positions(option, max_positions)
+        yield from super().samples(tokenizer, max_positions)
+
     def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
         """See `Records.records`."""
         for index in range(self.num_samples):
             rng = random.Random(f"{self.label}:{self.seed}:{index}")
             yield f"{self.label} sample {index}", f"{self.label}-{index:04d}", self.make(rng, index, tokenizer)
+
+    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+        """See `Records.stored`."""
+        return None
 
     def parts(self, record: Record, where: str) -> Parts:
         """See `Records.parts`."""
@@ -188,6 +207,10 @@ class GeneratedOrRead(Generated):
     def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
         """See `Records.records`."""
         return super().records(tokenizer) if self.path is None else file_records(Path(self.path))
+
+    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+        """See `Records.stored`."""
+        return None if self.path is None else self.records(tokenizer)
 
     def _source(self) -> str:
         return super()._source() if self.path is None else f"task.path={self.path}"

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,10 +27,7 @@ class KeyValues(GeneratedOrRead):
     grader: str = "contains_any"
     max_new_tokens: int = 64
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_keys < 1:
-            raise ValueError(f"task.num_keys must be at least 1, got {self.num_keys}")
+    sizes: ClassVar[tuple[str, ...]] = ("num_keys",)
 
     def make(self, rng: random.Random, index: int, tokenizer: PreTrainedTokenizerBase) -> Record:
         """See `Generated.make`."""

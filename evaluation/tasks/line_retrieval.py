@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,10 +28,14 @@ class LineRetrieval(GeneratedOrRead):
     grader: str = "first_number"
     max_new_tokens: int = 24
 
+    sizes: ClassVar[tuple[str, ...]] = ("num_lines",)
+
     def __post_init__(self):
         super().__post_init__()
-        if self.num_lines < 1:
-            raise ValueError(f"task.num_lines must be at least 1, got {self.num_lines}")
+        if self.num_lines > vocabulary.NUM_NAMES:
+            raise ValueError(
+                f"task.num_lines must be in [1, {vocabulary.NUM_NAMES}], got {self.num_lines}: there are no more names"
+            )
 
     def make(self, rng: random.Random, index: int, tokenizer: PreTrainedTokenizerBase) -> Record:
         """See `Generated.make`."""

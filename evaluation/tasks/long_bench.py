@@ -1,6 +1,5 @@
 """LongBench v2 (multiple choice), and the English subsets of LongBench with RepoBench-P among them."""
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +7,12 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_types
 from kvstitch.evaluation.tasks.data_sets import Hub
 from kvstitch.evaluation.tasks.fields import field, gold_field, text_field
 from kvstitch.evaluation.tasks.long_bench_subsets import SUBSETS, Subset
 from kvstitch.evaluation.tasks.records import Parts
-from kvstitch.evaluation.tasks.sources import Found, Record, zip_records
+from kvstitch.evaluation.tasks.sources import Found, Record, settled_name, zip_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class LongBench(Hub):
     subset: str | None = None
     name: str = "zai-org/LongBench"
     split: str = "test"
+    revision: str | None = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
     answer_field: str | None = "answers"
     truncate_middle: bool = True
     chat: bool = True
@@ -68,19 +69,14 @@ class LongBench(Hub):
     facts: ClassVar[tuple[str, ...]] = ("length", "dataset")
 
     def __post_init__(self):
-        subset = self.subset or (Path(self.path).stem if self.path else "qasper")
-        if subset not in SUBSETS:
-            nearest = difflib.get_close_matches(subset, SUBSETS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"task.subset must be one of {', '.join(SUBSETS)}, got {subset!r}{hint}")
-        settled = {
-            "subset": subset,
-            "grader": self.grader or SUBSETS[subset].grader,
-            "max_new_tokens": self.max_new_tokens or SUBSETS[subset].max_new_tokens,
-            "chat": self.chat and SUBSETS[subset].chat,
-        }
-        for name, value in settled.items():
-            object.__setattr__(self, name, value)
+        check_types(self, "task")
+        subset = settled_name(self, "subset", "qasper", SUBSETS)
+        object.__setattr__(self, "subset", subset)
+        own = SUBSETS[subset]
+        object.__setattr__(self, "chat", self.chat and own.chat)
+        for name in ("grader", "max_new_tokens"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(own, name))
         super().__post_init__()
 
     def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_least
 from kvstitch.evaluation.tasks.base import Sample, Task
 from kvstitch.evaluation.tasks.encoding import Ask, build_sample, encode
 from kvstitch.evaluation.tasks.prose import NAMES, prose
@@ -44,9 +45,10 @@ class Needle(Task):
     seed: int = 42
 
     def __post_init__(self):
-        super().__post_init__()
         if self.num_samples is None:
             raise ValueError("task.num_samples=null: task=needle generates samples without end, give a number")
+        super().__post_init__()
+        check_least(self, "task", {"length": 1})
         if not 1 <= self.num_keys <= len(NAMES):
             raise ValueError(f"task.num_keys must be in [1, {len(NAMES)}], got {self.num_keys}")
         if self.num_questions is not None and not 1 <= self.num_questions <= self.num_keys:
@@ -62,6 +64,7 @@ class Needle(Task):
         Raises:
             ValueError: `length` has no room for the needles, or exceeds `max_positions`.
         """
+        self.require_positions("length", max_positions)
         for index in range(self.num_samples):
             yield self._sample(random.Random(f"needle:{self.seed}:{index}"), index, tokenizer, max_positions)
 

@@ -3,9 +3,11 @@
 import random
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_least
 from kvstitch.evaluation.tasks import vocabulary
 from kvstitch.evaluation.tasks.generated import Draft, Generated, Pool, background, book_sentences, longest
 from kvstitch.evaluation.tasks.sources import Record
@@ -36,11 +38,11 @@ class NeedleGrid(Generated):
     grader: str = "first_number"
     max_new_tokens: int = 16
 
+    sizes: ClassVar[tuple[str, ...]] = ("max_length",)
+
     def __post_init__(self):
         super().__post_init__()
-        for name in ("min_length", "num_lengths", "num_depths", "samples_per_cell"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"task.{name} must be at least 1, got {getattr(self, name)}")
+        check_least(self, "task", dict.fromkeys(("min_length", "num_lengths", "num_depths", "samples_per_cell"), 1))
         if self.max_length < self.min_length:
             raise ValueError(f"task.max_length={self.max_length} is below task.min_length={self.min_length}")
         cells = self.num_lengths * self.num_depths * self.samples_per_cell

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_least
 from kvstitch.evaluation.tasks.base import Sample, Task
 from kvstitch.evaluation.tasks.encoding import Ask, build_sample, encode
 from kvstitch.evaluation.tasks.prose import NAMES, prose
@@ -61,9 +62,10 @@ class Reasoning(Task):
     seed: int = 42
 
     def __post_init__(self):
-        super().__post_init__()
         if self.num_samples is None:
             raise ValueError("task.num_samples=null: task=reasoning generates samples without end, give a number")
+        super().__post_init__()
+        check_least(self, "task", {"length": 1})
         if not 2 <= self.num_steps <= _MOST_STEPS:
             raise ValueError(f"task.num_steps must be in [2, {_MOST_STEPS}], got {self.num_steps}")
         if not 0 <= self.given_fraction <= 1:
@@ -79,6 +81,7 @@ class Reasoning(Task):
         Raises:
             ValueError: `length` has no room for the steps, or exceeds `max_positions`.
         """
+        self.require_positions("length", max_positions)
         for index in range(self.num_samples):
             yield self._sample(random.Random(f"reasoning:{self.seed}:{index}"), index, tokenizer, max_positions)
 

@@ -1,5 +1,6 @@
 """From records to samples: the form that a task gives them, and what happens to those that cannot be used."""
 
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,10 @@ class Records(Task):
             BadRecord: a field is missing or of the wrong kind.
         """
 
+    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+        """The records of a source with an end, read but not made into anything; `None` where each is generated."""
+        return self.records(tokenizer)
+
     def sample_name(self, record: Record, name: str, where: str) -> str:
         """Id of the sample; `name` is what `records` proposes."""
         return name
@@ -74,10 +79,14 @@ class Records(Task):
     def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
         """See `Task.samples`. Reads on until `num_samples` usable records are found.
 
+        Where the source holds fewer records than that, nothing is sampled. Where it holds enough and some of them turn out
+        to be of no use (`on_bad_record` "skip"), there are fewer samples, and a warning says so.
+
         Raises:
             BadRecord: a record cannot be used, and `on_bad_record` is "error".
-            ValueError: fewer usable records than `num_samples`, or none.
+            ValueError: fewer readable records than `num_samples`, or none that can be used.
         """
+        self._require_enough(tokenizer)
         self.skipped.clear()
         count, seen = 0, set()
         for where, name, record in self.records(tokenizer):
@@ -96,9 +105,26 @@ class Records(Task):
             seen.add(sample.id)
             count += 1
             yield sample
-        if not count or count < (self.num_samples or 0):
-            wanted = "at least 1" if self.num_samples is None else self.num_samples
-            raise ValueError(f"{self._source()} holds {count} usable records, task.num_samples wants {wanted}")
+        if not count:
+            raise ValueError(f"{self._source()} holds no usable record, and at least 1 is wanted")
+        if self.num_samples is not None and count < self.num_samples:
+            logger.warning(
+                "%s holds %d usable records, task.num_samples wants %d: the results are of those",
+                self._source(), count, self.num_samples,
+            )  # fmt: skip
+
+    def _require_enough(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Before hours of work, not after: a source that is too short is told at once."""
+        stored = None if self.num_samples is None else self.stored(tokenizer)
+        if stored is None:
+            return
+        readable = (True for _, _, record in stored if not isinstance(record, BadRecord))
+        count = sum(itertools.islice(readable, self.num_samples))
+        if count < self.num_samples:
+            raise ValueError(
+                f"{self._source()} holds {count} readable records, task.num_samples wants {self.num_samples}; "
+                "task.num_samples=null takes all"
+            )
 
     @abstractmethod
     def _source(self) -> str:

@@ -1,6 +1,5 @@
 """RULER (arXiv 2404.06654): its thirteen tasks generated here, or read from files of its own generator."""
 
-import difflib
 import json
 import random
 from collections.abc import Iterator
@@ -11,12 +10,13 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_types
 from kvstitch.evaluation.tasks import ruler_recipes as recipes
 from kvstitch.evaluation.tasks.encoding import Ask
 from kvstitch.evaluation.tasks.fields import gold_field, text_field
 from kvstitch.evaluation.tasks.generated import GeneratedOrRead, book_sentences, longest
 from kvstitch.evaluation.tasks.records import Parts
-from kvstitch.evaluation.tasks.sources import Record, read_text
+from kvstitch.evaluation.tasks.sources import Record, read_text, settled_name
 
 # Most tokens of an answer, as RULER sets them.
 ANSWER_TOKENS = dict.fromkeys(recipes.NEEDLES, 128) | {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
@@ -42,20 +42,19 @@ class Ruler(GeneratedOrRead):
     max_new_tokens: int | None = None
 
     facts: ClassVar[tuple[str, ...]] = ("index", "length")
+    sizes: ClassVar[tuple[str, ...]] = ("length",)
 
     def __post_init__(self):
-        kind = self.kind or (Path(self.path).stem if self.path else "niah_single_1")
-        if kind not in ANSWER_TOKENS:
-            nearest = difflib.get_close_matches(kind, ANSWER_TOKENS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"task.kind must be one of {', '.join(ANSWER_TOKENS)}, got {kind!r}{hint}")
-        settled = {
-            "kind": kind,
-            "grader": self.grader or ("contains_any" if kind.startswith("qa") else "contains_all"),
-            "max_new_tokens": self.max_new_tokens or ANSWER_TOKENS[kind],
+        check_types(self, "task")
+        kind = settled_name(self, "kind", "niah_single_1", ANSWER_TOKENS)
+        object.__setattr__(self, "kind", kind)
+        own = {
+            "grader": "contains_any" if kind.startswith("qa") else "contains_all",
+            "max_new_tokens": ANSWER_TOKENS[kind],
         }
-        for name, value in settled.items():
-            object.__setattr__(self, name, value)
+        for name, value in own.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         super().__post_init__()
         if kind.startswith("qa") and self.path is None and self.source_path is None:
             what = "SQuAD" if kind == "qa_1" else "HotpotQA"

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvstitch.evaluation.options import check_choice
+
 Record = Mapping[str, Any]
 
 
@@ -63,6 +65,21 @@ def existing(path: Path, option: str = "task.path") -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{option}={path}: no such file")
     return path
+
+
+def settled_name(task: Any, option: str, default: str, choices: Iterable[str]) -> str:
+    """An option that says what a file holds: as given, or else what the file of `task.path` is called, or else `default`.
+
+    Raises:
+        ValueError: none of `choices`.
+    """
+    given = getattr(task, option)
+    by_file = given is None and task.path is not None
+    name = Path(task.path).stem if by_file else default if given is None else given
+    check_choice(
+        f"task.{option}" + (" (by default what the file of task.path is called)" if by_file else ""), name, choices
+    )
+    return name
 
 
 def read_text(path: Path, option: str = "task.path") -> str:

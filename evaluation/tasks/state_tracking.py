@@ -3,10 +3,11 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_choice, check_types
 from kvstitch.evaluation.tasks.fields import field, typed_field
 from kvstitch.evaluation.tasks.generated import GeneratedOrRead
 from kvstitch.evaluation.tasks.records import Parts
@@ -60,6 +61,8 @@ class StateTracking(GeneratedOrRead):
         min_steps: of the search.
         max_steps: of the search, or as many as it has.
         path: a JSON Lines file with `graph`, `start_node`, `steps` and `answer`, read instead.
+        max_new_tokens: `None`: 48 for a node; for a list of nodes room for all `max_nodes` of them, digit by digit with comma
+            and blank (4 tokens each up to 100 nodes). A file of larger graphs needs `max_nodes` to say so.
     """
 
     ask: str = "current_node"
@@ -68,19 +71,24 @@ class StateTracking(GeneratedOrRead):
     min_steps: int = 5
     max_steps: int = 30
     grader: str | None = None
-    max_new_tokens: int = 48
+    max_new_tokens: int | None = None
     prefill_tokens: int | None = None
 
+    sizes: ClassVar[tuple[str, ...]] = ("max_nodes",)
+
     def __post_init__(self):
-        if self.ask not in ASKS:
-            raise ValueError(f"task.ask must be one of {', '.join(ASKS)}, got {self.ask!r}")
-        object.__setattr__(self, "grader", self.grader or ASKS[self.ask][2])
-        super().__post_init__()
+        check_types(self, "task")
+        check_choice("task.ask", self.ask, ASKS)
         for least, low, high in ((5, "min_nodes", "max_nodes"), (1, "min_steps", "max_steps")):
             if not least <= getattr(self, low) <= getattr(self, high):
                 raise ValueError(
                     f"task.{low} must be in [{least}, task.{high}={getattr(self, high)}], got {getattr(self, low)}"
                 )
+        object.__setattr__(self, "grader", self.grader or ASKS[self.ask][2])
+        if self.max_new_tokens is None:
+            room = (len(str(self.max_nodes - 1)) + 2) * self.max_nodes
+            object.__setattr__(self, "max_new_tokens", 48 if self.ask == "current_node" else room)
+        super().__post_init__()
 
     def make(self, rng: random.Random, index: int, tokenizer: PreTrainedTokenizerBase) -> Record:
         """See `Generated.make`."""

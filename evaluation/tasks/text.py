@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstitch.evaluation.options import check_least
 from kvstitch.evaluation.tasks.base import Sample, Task
 from kvstitch.evaluation.tasks.encoding import encode, split_sample
 from kvstitch.evaluation.tasks.sources import read_text
@@ -33,16 +34,16 @@ class Text(Task):
         super().__post_init__()
         if self.chat:
             raise ValueError("task.chat=true has no meaning for task=text: nobody asks or answers")
-        if not isinstance(self.length, int) or self.length < 2:
-            raise ValueError(f"task.length must be a whole number of at least 2 tokens, got {self.length}")
+        check_least(self, "task", {"length": 2})
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
         """See `Task.samples`.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: not UTF-8, or shorter than what is asked for.
+            ValueError: not UTF-8, shorter than what is asked for, or `length` exceeds `max_positions`.
         """
+        self.require_positions("length", max_positions)
         path = Path(self.path).expanduser()
         begin = encode(tokenizer, "", special=True)
         ids = encode(tokenizer, read_text(path))

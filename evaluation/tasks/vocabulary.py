@@ -29,11 +29,13 @@ _NOUNS = """acorn anchor apple apron arrow badge bagel baker banjo barn basil ba
     tower trail train tulip tunnel turtle umbrella valley vase velvet village violin wagon walnut water wave whale wheat wheel
     whistle willow window winter wolf wool wren yarn zebra""".split()
 
+# Different names that `names` can draw.
+NUM_NAMES = len(_ADJECTIVES) * len(_NOUNS)
+
 
 def names(rng: random.Random) -> Iterator[str]:
     """Different names of two words, e.g. "calm-otter", in a drawn order; some fifty thousand."""
-    count = len(_ADJECTIVES) * len(_NOUNS)
-    for place in rng.sample(range(count), count):
+    for place in rng.sample(range(NUM_NAMES), NUM_NAMES):
         yield f"{_ADJECTIVES[place // len(_NOUNS)]}-{_NOUNS[place % len(_NOUNS)]}"
 
 

@@ -76,9 +76,16 @@ def test_a_row_beside_ours(tiny, make_sample, make_task, tmp_path):
 @pytest.mark.parametrize(
     "arguments, kind, message",
     [
-        (("SnapKvPress", 20), ValueError, "is no press of kvpress .*; did you mean 'SnapKVPress'?"),
+        (
+            ("SnapKvPress", 20),
+            ValueError,
+            "is no press of kvpress .*; choose one of AdaKVPress, .*; did you mean 'SnapKVPress'?",
+        ),
         (("KnormPress", "64MiB"), ValueError, "must be tokens or a kept fraction, got bytes"),
         (("KnormPress", 2.5), ValueError, "kept fraction"),
+        (("knorm", 20), ValueError, "did you mean 'KnormPress'?"),
+        (("KnormPress", 20, "wide"), TypeError, "press.options must map arguments of the press to values, got 'wide'"),
+        (("KnormPress", 20, {"widht": 3}), ValueError, "press.options={'widht': 3}: .*'widht'"),
     ],
 )
 def test_what_cannot_be_built_is_refused(arguments, kind, message):

@@ -315,10 +315,33 @@ def test_gpu_that_is_absent(monkeypatch):
         models._parse_device("cuda:1")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", ""])
-def test_unknown_device(device):
-    with pytest.raises(ValueError, match=r"model\.device must be auto, cpu, cuda or cuda:<index>"):
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("gpu", "; did you mean 'cuda'?"),
+        ("GPU:1", "; did you mean 'cuda'?"),
+        ("CUDA", "; did you mean 'cuda'?"),
+        ("cpu:0", "; did you mean 'cpu'?"),
+        ("cuda:x", "; did you mean 'cuda'?"),
+        ("", ""),
+        (5, ""),
+    ],
+)
+def test_unknown_device(device, hint, tiny, tmp_path):
+    message = f"^model.device must be auto, cpu, cuda or cuda:<index>, got {device!r}{hint}$"
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         load_smollm2(device=device)
+    # A model that is there is not what was wrong.
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        load_hub(str(tiny_folder(tiny, tmp_path / "model")), device=device)
+
+
+def test_unknown_attention(tiny, tmp_path):
+    message = r"^model\.attn_implementation must be one of eager, .*, got 'SDPAA'; did you mean 'sdpa'\?$"
+    with pytest.raises(ValueError, match=message):
+        load_smollm2(attn_implementation="SDPAA")
+    with pytest.raises(ValueError, match=message):
+        load_hub(str(tiny_folder(tiny, tmp_path / "model")), attn_implementation="SDPAA")
 
 
 def test_unknown_dtype():

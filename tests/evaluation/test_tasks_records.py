@@ -77,7 +77,7 @@ def test_text_that_is_too_short_or_unreadable(tokenizer, tmp_path):
 def test_text_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match=r"task\.chat=true has no meaning"):
         Text(path="x", chat=True)
-    with pytest.raises(ValueError, match=r"task\.length must be a whole number of at least 2 tokens, got 1"):
+    with pytest.raises(ValueError, match=r"task\.length must be at least 2, got 1"):
         Text(path="x", length=1)
 
 
@@ -172,10 +172,28 @@ def test_skipped_records_do_not_count(tokenizer, lines):
     path = lines(b"{", {"prompt": "p", "answer": "a"}, {"prompt": "q", "answer": "a"})
     kept = list(JsonLines(path=path, on_bad_record="skip", num_samples=2).samples(tokenizer, POSITIONS))
     assert [sample.id for sample in kept] == ["data-000002", "data-000003"]
-    with pytest.raises(ValueError, match=r"task\.path=.* holds 2 usable records, task\.num_samples wants 3"):
-        list(JsonLines(path=path, on_bad_record="skip", num_samples=3).samples(tokenizer, POSITIONS))
-    with pytest.raises(ValueError, match=r"holds 0 usable records, task\.num_samples wants at least 1"):
+    with pytest.raises(ValueError, match=r"task\.path=.*data\.jsonl holds no usable record, and at least 1 is wanted"):
         list(JsonLines(path=lines(b"{"), on_bad_record="skip").samples(tokenizer, POSITIONS))
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_too_few_records_are_told_before_the_first_sample(tokenizer, lines, policy):
+    path = lines({"prompt": "p", "answer": "a"}, {"prompt": "q", "answer": "a"}, *([b"{"] if policy == "skip" else []))
+    samples = JsonLines(path=path, on_bad_record=policy, num_samples=3).samples(tokenizer, POSITIONS)
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl holds 2 readable records, task\.num_samples wants 3; .*=null takes"
+    ):
+        next(samples)
+    assert len(list(JsonLines(path=path, on_bad_record=policy, num_samples=2).samples(tokenizer, POSITIONS))) == 2
+
+
+def test_records_that_turn_out_useless_leave_fewer_samples_and_a_warning(tokenizer, lines, caplog):
+    path = lines({"prompt": "p", "answer": "a"}, {"prompt": "q"}, {"prompt": "r", "answer": "a"})
+    task = JsonLines(path=path, on_bad_record="skip", num_samples=3)
+    with caplog.at_level(logging.WARNING, logger="kvstitch"):
+        assert len(list(task.samples(tokenizer, POSITIONS))) == 2
+    assert "data.jsonl holds 2 usable records, task.num_samples wants 3: the results are of those" in caplog.text
+    assert len(task.skipped) == 1
 
 
 def test_repeated_id_and_unmatched_pattern(tokenizer, lines):
@@ -191,6 +209,7 @@ def test_repeated_id_and_unmatched_pattern(tokenizer, lines):
     [
         ({"on_bad_record": "ignore"}, r"task\.on_bad_record must be error or skip, got 'ignore'"),
         ({"answer_pattern": "####"}, r"needs a group"),
+        ({"answer_pattern": "("}, r"task\.answer_pattern='\(' is no regular expression: missing \)"),
         ({"template": "{a.__class__}"}, r"task\.template=.* \{a\.__class__\} is not the name of a field"),
         ({"template": "{a[0]}"}, r"is not the name of a field"),
         ({"template": "{a"}, r"task\.template='\{a': .* for braces"),

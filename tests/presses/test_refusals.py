@@ -15,7 +15,8 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from kvstitch.allocators import GlobalTopK
-from kvstitch.presses import EvictionPress, UnsupportedModel
+from kvstitch.allocators.retrieval import PageRetrieval
+from kvstitch.presses import EvictionPress, RetrievalPress, UnsupportedModel
 from kvstitch.scorers import TOVA
 
 
@@ -104,8 +105,19 @@ def test_encoder_decoder_models(press):
 
 
 def test_a_recent_window_that_fills_the_budget_is_named():
-    with pytest.warns(UserWarning, match="4 sinks and 32 recent tokens .* fill `budget`=36"):
+    with pytest.warns(UserWarning, match="4 sinks and 32 recent tokens .* fill the 36 slots of `budget`=36 tokens"):
         EvictionPress(TOVA(), GlobalTopK(), 36)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EvictionPress(TOVA(), GlobalTopK(), 37)
+
+
+@pytest.mark.parametrize("value", ["abc", "false", 3, 0, None, [True]])
+def test_switches_are_true_or_false(value):
+    """A word is true to Python, `false` written wrongly, too."""
+    for name in ("compress_prompt", "record_events"):
+        with pytest.raises(TypeError, match=f"`{name}` must be a bool, got "):
+            EvictionPress(TOVA(), GlobalTopK(), 64, **{name: value})
+    for name in ("record_events", "measure_mass"):
+        with pytest.raises(TypeError, match=f"`{name}` must be a bool, got "):
+            RetrievalPress(PageRetrieval(), 64, **{name: value})

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 
+from kvstitch.allocators import SegmentQuota
 from kvstitch.presses import EvictionPress, RetrievalPress
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -104,3 +106,52 @@ def test_the_larger_commands_of_the_heads_are_built(name, options):
         config = compose("run", overrides=[f"experiment={name}", *options])
     task = {key: value for key, value in config.task.items() if key not in ("shard", "num_shards")}
     instantiate(task, _convert_="all")
+
+
+AMS_METHODS = ["tova", "expected", "triattention", "keydiff", "rkv"]
+
+
+@pytest.mark.parametrize("scorer", AMS_METHODS)
+def test_each_ams_method_stands_there_as_ours_and_as_the_papers(scorer):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        ours, paper = (
+            instantiate(compose("run", overrides=[f"method=ams_{scorer}{end}"]).press, _convert_="all")
+            for end in ("", "_paper")
+        )
+    assert ours.allocator == SegmentQuota.recommended() and paper.allocator == SegmentQuota.paper()
+    assert ours.scorer == paper.scorer
+
+
+def test_adakv_as_the_paper_has_it_hides_and_ours_frees():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        ours, paper = (
+            instantiate(compose("run", overrides=[f"method=adakv_expected{end}"]).press, _convert_="all")
+            for end in ("", "_mask")
+        )
+    assert (ours.allocator.mode, paper.allocator.mode) == ("ragged", "mask") and ours.scorer == paper.scorer
+
+
+@pytest.mark.parametrize("name, options", [(name, options) for name, options in larger_commands() if name[:3] == "ams"])
+def test_the_larger_commands_of_ams_are_those_of_its_public_evaluator(name, options):
+    """EIT-NLP/AdaptiveMassSegment at 7eb32cd, evaluation/evaluate.py: greedy, 512 tokens between events."""
+    options = [*options, "model.name=m"] if "model=hub" in options else options
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("run", overrides=[f"experiment={name}", *options])
+    assert not config.sampling.do_sample and config.interval == 512
+    most = {"Math500": 4096, "GSM8K": 1024}.get(config.task["_target_"].rpartition(".")[2])
+    assert most is None or config.task.max_new_tokens == most
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_head_says_how_long_it_takes_and_whose_settings_they_are(name):
+    head = " ".join(header(name))
+    assert re.search(r"about \d+ minutes", head)
+    text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
+    methods = re.search(r"^      method: (.+)$", text, re.MULTILINE)
+    if methods and "ams_" in methods.group(1):
+        assert "recommends" in head and "the paper's values" in head
+
+
+def test_the_memory_experiment_has_every_budget_and_both_kinds_of_adakv():
+    text = (CONFIGS / "experiment" / "ams_memory.yaml").read_text()
+    assert "budget: 128,512,1024\n" in text and "adakv_expected_mask,adakv_expected," in text

@@ -32,7 +32,8 @@ def test_a_run_writes_its_folder_and_shows_its_table(script, tiny_arguments):
     assert outcome.status == 0, outcome.err
     folder = only_folder()
     assert folder.name.startswith("jsonl-ams-tova-40-") and f"run folder: {folder}" in outcome.out
-    expected = {".lock", "config.yaml", "predictions.jsonl", "metrics.json", "run_meta.json", "kept_positions.npz"}
+    expected = {"config.yaml", "predictions.jsonl", "metrics.json", "run_meta.json", "kept_positions.npz"}
+    expected |= {".lock", "first_sample.txt"}
     assert {path.name for path in folder.iterdir()} == expected | ({"kept_positions.png"} if can_plot() else set())
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["budget_bound"] and metrics["num_samples"] == 3
@@ -98,7 +99,43 @@ def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
         (["press=dense", "scorer.share=group"], "no scorer is chosen here, so it has no options; add scorer=<choice>"),
         (["budget"], "cannot read the option 'budget'; write key=value"),
         (["press=ams,topk"], "add -m to run each of them"),
-        (["press=ams", "+press.foo=1"], "unexpected keyword argument 'foo'"),
+        (
+            ["press=ams", "+press.budgt=1"],
+            "there is no option budgt; EvictionPress takes allocator, budget, compress_prompt,",
+        ),
+        (["press=ams", "+press.budgt=1"], "did you mean 'budget'?"),
+        (["+task.lenght=1"], "there is no option lenght; Reasoning takes chat,"),
+        (["+sampling.temprature=1"], "did you mean 'temperature'?"),
+        (["+bugdet=64"], "there is no option bugdet; valid keys are allocator, budget,"),
+        (["++bugdet=64"], "did you mean 'budget'?"),
+        (["+method.foo=1"], "no method is chosen here, so it has no options; add method=<choice>"),
+        (["press=dense", "+scorer.foo=1"], "no scorer is chosen here, so it has no options; add scorer=<choice>"),
+        (["press=AMS"], "did you mean 'ams'?"),
+        (["scorer=TOVA"], "did you mean 'tova'?"),
+        (["mode=REPLAY"], "did you mean 'replay'?"),
+        (["scorer.share=LAYER"], "did you mean 'layer'?"),
+        (["allocator.boundary=INCLUDE"], "did you mean 'include'?"),
+        (["task.grader=FirstNumber"], "did you mean 'first_number'?"),
+        (["press=null"], "there is no press=null; choose one of ams, community, dense, kvpress, topk"),
+        (["scorer=null"], "there is no scorer=null; choose one of expected_attention,"),
+        (["allocator=5"], "there is no allocator=5; choose one of clusters,"),
+        (["task=true"], "there is no task=true; choose one of aime24,"),
+        (["model=[hub]"], "there is no model=[\"hub\"]; choose one of hub, smollm2; did you mean 'hub'?"),
+        (["method=null"], "there is no method=null; choose one of adakv_expected,"),
+        (["-m", "press=ams,null"], "there is no press=null; choose one of ams,"),
+        (["press="], "there is no press=; choose one of ams, community"),
+        (["press.compress_prompt=flase"], "`compress_prompt` must be a bool, got 'flase'"),
+        (["press.compress_prompt=3"], "`compress_prompt` must be a bool, got 3"),
+        (["+press.record_events=abc"], "`record_events` must be a bool, got 'abc'"),
+        (["reuse_dense=abc"], "reuse_dense must be true or false, got 'abc'"),
+        (["on_error=Stop"], "on_error must be one of continue, stop, got 'Stop'; did you mean 'stop'?"),
+        (["output_dir=null"], "output_dir must be text, the name of a folder such as runs"),
+        (["output_dir=[1]"], "output_dir must be text, the name of a folder such as runs"),
+        (["output_dir=5"], "output_dir must be text, got 5"),
+        (["sampling=null"], "sampling is no option but holds some: _target_, do_sample,"),
+        (["~sampling"], "sampling was taken away, but a run needs it"),
+        (["~task.shard"], "task.shard was taken away, but a run needs it"),
+        (["~budget"], "budget was taken away, but a run needs it"),
         (["~press"], "a run needs a press: add press=<choice>, one of ams, community, dense, kvpress, topk"),
         (["budget=2"], "`budget` must hold the sinks and at least one more token: at least 5 tokens, got 2"),
         (["budget=1.5"], "`budget` as a float is a kept fraction in (0, 1], got 1.5"),
@@ -109,7 +146,12 @@ def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
         (["mode=replya"], "mode must be one of replay, generate, got 'replya'; did you mean 'replay'?"),
         (["task=jsonl"], "task.path must be given: add task.path=<value> to the command"),
         (["task=jsonl", "task.path=/nowhere/x.jsonl"], "/nowhere/x.jsonl"),
-        (["task.num_samples=0"], "task.num_samples must be at least 1 or null, got 0"),
+        (["task.num_samples=0"], "task.num_samples must be at least 1, got 0"),
+        (["task.num_samples=abc"], "task.num_samples must be a whole number, got 'abc'"),
+        (["task.length=1.5"], "task.length must be a whole number, got 1.5"),
+        (["task.chat=flase"], "task.chat must be true or false, got 'flase'; did you mean 'false'?"),
+        (["sampling.top_p=null"], "sampling.top_p must be a number, got None"),
+        (["scorer=triattention", "scorer.debias=abc"], "debias must be True or False, got 'abc'"),
         (["model=hub", "model.name=/nowhere"], "model.name='/nowhere': no such folder"),
     ],
 )
@@ -130,14 +172,13 @@ def test_what_another_script_takes_is_no_key(script):
 def test_a_bug_shows_its_traceback(script, tiny_arguments, monkeypatch):
     from kvstitch.evaluation import runner
 
-    monkeypatch.setattr(runner, "summary", lambda records, labels: records["nothing"])
+    def broken(records, labels, skipped):
+        return records["nothing"]
+
+    monkeypatch.setattr(runner, "summary", broken)
     outcome = script("run", *tiny_arguments)
-    assert (
-        outcome.status == 1
-        and "Traceback" in outcome.err
-        and "TypeError" in outcome.err
-        and "error: " not in outcome.err
-    )
+    assert outcome.status == 1 and "Traceback" in outcome.err and "error: " not in outcome.err
+    assert "in broken\n" in outcome.err and "TypeError: list indices must be integers" in outcome.err
 
 
 def test_a_traceback_can_be_asked_for(script, monkeypatch):
@@ -188,7 +229,7 @@ def test_a_press_of_kvpress_is_a_row_beside_ours(script, tiny_arguments):
     assert outcome.status == 0, outcome.err
     assert "press=kvpress scorer=KnormPress" in outcome.out and "of the context, once" in outcome.out
     metrics = json.loads((only_folder() / "metrics.json").read_text())["metrics"]
-    assert metrics["peak_slots"]["mean"] == 40 and metrics["dense_accuracy"]["n"] == 3
+    assert metrics["mean_slots"]["mean"] == 40 and metrics["dense_accuracy"]["n"] == 3
 
 
 def test_help_names_the_groups(script):

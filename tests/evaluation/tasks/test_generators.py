@@ -255,3 +255,21 @@ def test_chat_puts_the_question_into_the_message(kind, first):
     sample, text = first(kind(num_samples=2, chat=True))
     assert text.startswith("[user]") and text.endswith("[assistant]") and sample.questions[0].cue == ""
     assert text.removesuffix("[assistant]").endswith(first(kind(num_samples=2))[0].questions[0].cue)
+
+
+def test_too_few_stories_are_told_before_any_is_mixed(babi, tokenizer, monkeypatch):
+    monkeypatch.setattr(BabiLong, "_mixed", lambda *arguments: pytest.fail("mixed"))
+    with pytest.raises(ValueError, match=r"qa\.txt holds 3 readable records, task\.num_samples wants 4"):
+        next(babi(num_samples=4).samples(tokenizer, 10_000))
+
+
+def test_too_few_records_of_a_generators_file(lines, first):
+    with pytest.raises(ValueError, match=r"data\.jsonl holds 1 readable records, task\.num_samples wants 10"):
+        first(LineRetrieval(path=lines({"prompt": "lines ...", "expected_number": 2416})))
+
+
+def test_nothing_is_generated_to_be_counted(tokenizer, monkeypatch):
+    made, make = [], KeyValues.make
+    monkeypatch.setattr(KeyValues, "make", lambda *arguments: made.append(0) or make(*arguments))
+    next(KeyValues(num_keys=3, num_samples=5).samples(tokenizer, 10_000))
+    assert len(made) == 1

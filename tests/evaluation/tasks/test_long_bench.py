@@ -82,6 +82,37 @@ def test_archive_from_the_hub_or_the_disk(first, tmp_path, monkeypatch):
         first(LongBench())
 
 
+@pytest.mark.parametrize(("kind", "subset"), [(LongBench, "qasper"), (RepoBenchP, "repobench-p")])
+def test_the_hub_is_asked_for_a_pinned_commit(kind, subset, first, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as opened:
+        opened.writestr(f"data/{subset}.jsonl", json.dumps(RECORD) + "\n")
+    asked = []
+
+    def download(name, file, *, repo_type, revision):
+        asked.append((name, file, repo_type, revision))
+        return str(tmp_path / "data.zip")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    first(kind())
+    assert asked == [("zai-org/LongBench", "data.zip", "dataset", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672")]
+
+
+def test_long_bench_v2_is_asked_for_at_a_pinned_commit(first, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(name, config, *, split, revision):
+        asked.append((name, split, revision))
+        return [V2]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    first(LongBenchV2())
+    assert asked == [("zai-org/LongBench-v2", "train", "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9")]
+
+
 def test_a_class_list_is_needed_where_classes_are_graded(lines, first):
     task = LongBench(path=lines(RECORD, name="trec.jsonl"))
     assert first(task)[0].questions[0].gold == ("Paris",)

@@ -171,7 +171,8 @@ def test_files_of_ruler(first, lines):
     assert sample.meta == {"index": 4, "length": 99} and sample.questions[0].cue == ""
     assert Ruler(path=lines(record, name="other.jsonl"), kind="vt").grader == "contains_all"
     with pytest.raises(
-        ValueError, match=r"task\.kind must be one of .*got 'niah_single_4'; did you mean 'niah_single_"
+        ValueError,
+        match=r"task\.kind \(by default .* task\.path is called\) must be .*got 'niah_single_4'; did you mean 'niah_single_",
     ):
         Ruler(path=lines(record, name="niah_single_4.jsonl"))
     with pytest.raises(BadRecord, match=r"vt\.jsonl:1: no field 'outputs'"):
