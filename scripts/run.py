@@ -131,11 +131,10 @@ def one_of_sweep(config: DictConfig) -> None:
 def readable(plain: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
     """What the run folder's name says about the run."""
     names = [choices["task"], choices["press"]]
-    return (
-        names
-        if choices["press"] == "dense"
-        else [*names, choices.get("scorer") or choices.get("allocator") or "", str(plain["budget"])]
-    )
+    if choices["press"] == "dense":
+        return names
+    part = choices.get("scorer") or choices.get("allocator") or plain["press"].get("name", "")
+    return [*names, part, str(plain["budget"])]
 
 
 def _require_parts(plain: Mapping[str, Any]) -> None:
