@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from kvstitch.presses.attention import chunk_attention, decode_attention
+from kvstitch.presses.attention import Scratch, chunk_attention, decode_attention
 from kvstitch.presses.cache import Request, StitchLayer
 from kvstitch.presses.model import read_model
 from kvstitch.presses.versions import chunks_are_right, passed_cache
@@ -47,6 +47,7 @@ class Run:
         # `generate` of older versions numbers the tokens of later chunks from 0 again.
         self._numbers_chunks = False
         self._use_stock = False
+        self._scratch = Scratch()
         self._forwards = 0
         self._slots_summed = 0.0
         self.peak_tokens = 0
@@ -402,7 +403,7 @@ class Run:
 
     def decode(self, index: int, layer: StitchLayer, query: Tensor, scaling: float, extras: dict) -> Tensor:
         """Attention of one new token, `[B, Q, 1, D]`; presses that read a part of the cache override it."""
-        return decode_attention(query, layer.keys, layer.values, layer.bias, scaling, **extras)
+        return decode_attention(query, layer.keys, layer.values, layer.bias, scaling, scratch=self._scratch, **extras)
 
     def _mask(self, *args, **kwargs):
         """The user's own mask wherever the user's own attention will run; our attention builds none at all."""

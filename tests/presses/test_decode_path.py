@@ -26,7 +26,8 @@ class Watch(TorchDispatchMode):
         self.operators += 1
         if name.startswith(SYNCS):
             self.syncs.append(name)
-        inputs = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        given = (*args, *(kwargs or {}).values())
+        inputs = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
                 self.largest = max(self.largest, tensor.numel())
@@ -105,8 +106,7 @@ def watched_steps(model, ids, press):
 def test_steps_that_remember_queries(llama, random_tokens, name, dtype):
     """More steps than the ring of queries has room, so that it turns and, for TriAttention, goes into the sums once.
 
-    In bfloat16 (and float16) a CPU is faster with an explicit softmax, which by design makes its logits anew at every
-    step: one number a query head and slot. Nothing else may grow with the cache there, keys and values least of all.
+    In bfloat16 (and float16) a CPU is faster with an explicit softmax, whose logits stand in room that is made once.
     """
     model, ids = llama.to(dtype), random_tokens(ROWS, 340)
     runs = {}
@@ -119,12 +119,9 @@ def test_steps_that_remember_queries(llama, random_tokens, name, dtype):
         turns = [step for step, (operators, _) in enumerate(steps) if operators != usual]
         assert len(turns) == (name == "triattention")
         for step, (_, largest) in enumerate(steps):
-            slots = budget + step + 2
-            logits = ROWS * QUERY_HEADS * slots if dtype == torch.bfloat16 else 0
             ring = ROWS * QUERY_HEADS * RING * HEAD_DIM if step in turns else 0
-            assert largest <= max(logits, ring, runs[40][0][1])
-    if dtype == torch.float32:
-        assert runs[40] == runs[300]
+            assert largest <= max(ring, runs[40][0][1])
+    assert runs[40] == runs[300]
 
 
 def test_a_step_has_no_work_per_head(make_model, random_tokens, key_hash, shaped_topk):
