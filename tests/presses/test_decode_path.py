@@ -114,7 +114,7 @@ def test_steps_that_remember_queries(llama, random_tokens, name, dtype):
         press = EvictionPress(*REMEMBERING[name], budget=budget, interval=100, compress_prompt=True)
         runs[budget] = watched_steps(model, ids, press)
     usual = min(operators for operators, _ in runs[40])
-    for budget, steps in runs.items():
+    for steps in runs.values():
         # The only step with more to do than the others is the one in which the ring has turned.
         turns = [step for step, (operators, _) in enumerate(steps) if operators != usual]
         assert len(turns) == (name == "triattention")
