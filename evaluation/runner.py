@@ -19,7 +19,7 @@ from kvstitch.evaluation.first_sample import FIRST_SAMPLE, sample_text
 from kvstitch.evaluation.generate import Sampling, generate_sample
 from kvstitch.evaluation.kvpress_rows import KVPressBaseline, kvpress_sample
 from kvstitch.evaluation.metrics import NonFiniteLogits
-from kvstitch.evaluation.models import LoadedModel, max_positions
+from kvstitch.evaluation.models import LoadedModel, max_positions, stop_token_ids
 from kvstitch.evaluation.options import check_choice
 from kvstitch.evaluation.plots import KEPT_POSITIONS
 from kvstitch.evaluation.progress import Progress
@@ -112,6 +112,8 @@ class Evaluation:
     def baselines(self, folder: Path, loaded: LoadedModel) -> DenseBaselines:
         """Records of the dense side that any press evaluated in this way can use."""
         settings: dict[str, Any] = {"mode": self.mode}
+        # What ends an answer is no parameter of the model, and not in its configuration.
+        stops = {"stop_token_ids": stop_token_ids(loaded)}
         if isinstance(self.press, KVPressBaseline):
             # Whatever the mode: the context in one piece, then the questions.
             settings = {"mode": "context"}
@@ -121,7 +123,7 @@ class Evaluation:
             settings = {"mode": "closed_loop", "speed_tokens": self.speed_tokens}
         else:
             settings |= {"interval": self.interval, "speed_tokens": self.speed_tokens}
-        return DenseBaselines(folder, loaded.model, settings)
+        return DenseBaselines(folder, loaded.model, settings | stops)
 
     def evaluate(self, loaded: LoadedModel, sample: Sample, baselines: DenseBaselines | None = None) -> SampleResult:
         """One sample through the pressed and the dense model."""

@@ -219,6 +219,8 @@ class Run:
             reason = "reads the prompts of models with sliding-window layers wrongly"
         elif isinstance(cache, Cache) and cache.get_seq_length() > 0:
             reason = "does not go on from a cache that holds tokens"
+        elif given.get("position_ids") is not None:
+            reason = "gives each chunk the last of your position_ids"
         if reason is not None:
             raise NotImplementedError(
                 f"`generate(prefill_chunk_size=…)` of this version of transformers {reason}; feed the chunks to the model "
@@ -258,10 +260,13 @@ class Run:
             arguments[self._facts.cache_argument] = cache
         mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
         # Before anything is evicted for a forward that is refused.
-        _refuse_arguments(mask, position_ids)
+        tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        _refuse_arguments(mask, position_ids, tokens.shape[1])
         request = self._admit(cache, mask)
         _refuse_torn(self._layers())
-        tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        if mask is not None and mask.shape[1] > self.seen_tokens + tokens.shape[1]:
+            # That of the whole text, given with a part of it: columns of tokens to come.
+            mask = arguments["attention_mask"] = mask[:, : self.seen_tokens + tokens.shape[1]]
         if self._numbers_chunks and self.seen_tokens < self._prompt_until:
             position_ids = None
         self._advance(request, tokens.shape[1])
@@ -452,7 +457,7 @@ def _refuse_cache(cache: Cache) -> None:
         raise NotImplementedError("a press does not support offloaded caches: keys and values must stay on the device")
 
 
-def _refuse_arguments(mask: object, position_ids: Tensor | None) -> None:
+def _refuse_arguments(mask: object, position_ids: Tensor | None, count: int) -> None:
     if position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
             f"position_ids of shape {tuple(position_ids.shape)} are not supported, expected [B, N]"
@@ -462,14 +467,18 @@ def _refuse_arguments(mask: object, position_ids: Tensor | None) -> None:
             "a press needs the 2-D attention mask [B, N] (1 = token, 0 = padding); a custom mask cannot follow the slots "
             f"through evictions, got {_describe(mask)}"
         )
+    if mask is not None and mask.shape[1] < count:
+        raise ValueError(f"the attention mask must cover at least the {count} new tokens, got {_describe(mask)}")
 
 
 def _refuse_torn(layers: list[StitchLayer]) -> None:
-    """A forward that ended in an exception left its tokens in some layers only."""
+    """A forward or a roll-back that ended in an exception left its tokens in some layers only."""
+    beside = layers[0].request.beside
     seen = {layer.seen_tokens for layer in layers}
+    seen |= {layer.get_seq_length() for layer in beside if layer.is_initialized}
     if len(seen) > 1:
         raise RuntimeError(
-            f"a forward over this cache ended in the middle, so that its layers hold {min(seen)} to {max(seen)} tokens; begin "
+            f"a forward or roll-back of this cache ended in the middle, so that its layers hold {min(seen)} to {max(seen)} tokens; begin "
             "with a new cache"
         )
 

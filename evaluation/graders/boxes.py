@@ -7,8 +7,9 @@ from fractions import Fraction
 from kvstitch.evaluation.graders.equivalence import same_value
 from kvstitch.evaluation.graders.words import gold_values, numbers
 
-# Without braces LaTeX frames one token: "\boxed 42" would frame the 4 alone, which nobody means, and is no box.
-_BOX = re.compile(r"\\f?boxed(?:\s*(?P<brace>\{)|(?:\s*(?=\d)|\s+)(?P<token>[A-Za-z0-9])(?![A-Za-z0-9{^_]|[.,/]\d))")
+_BOX = re.compile(r"\\f?boxed\s*\{")
+# Without braces LaTeX frames one token: in "\boxed 42" the 4 alone, which nobody means. So only what ends there is a box.
+_BARE_BOX = re.compile(r"\\f?boxed(?:\s*(?=\d)|\s+)([A-Za-z0-9])(?=[ \t]*(?:$|\n|[$;]|[.,](?!\d)|\\[)\]]))")
 # How LaTeX sets thousands apart; dropped so that "2{,}125" and "2,\!125" are the number 2125.
 _THIN_SPACE = re.compile(r"\{,\}\s*|,?\\[!,;: ]")
 _SPELLINGS = (
@@ -17,24 +18,40 @@ _SPELLINGS = (
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 # Words and units with their power, such as "\text{ cm}^2"; words that hold a digit stay.
 _UNIT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d))?")
-_FRACTION = re.compile(r"(-?)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s*/\s*(\d+))")
+_SIGNED_UNIT = re.compile(r"-\s*" + _UNIT.pattern)
+# Digits without end are no number that anybody wrote, and Python refuses to read them.
+_FRACTION = re.compile(
+    r"(-?)\s*(?:\\frac\s*(?:\{\s*(\d{1,99})\s*\}|(\d))\s*(?:\{\s*(\d{1,99})\s*\}|(\d))|(\d{1,99})\s*/\s*(\d{1,99}))"
+)
 
 
 def last_box(text: str) -> str | None:
     """What stands in the last complete box, `None` if there is none; a box that the end of the answer cut is no box.
 
-    `\\boxed 4` frames the 4, as in LaTeX; `\\boxed 42` is no box.
+    `\\boxed 4.` frames the 4, as in LaTeX; `\\boxed 42` is no box.
     """
-    for found in reversed(list(_BOX.finditer(text))):
-        if found["token"]:
-            return found["token"]
-        start, depth = found.end(), 1
-        for place in range(start, len(text)):
-            if text[place] in "{}" and text[place - 1] != "\\":
-                depth += 1 if text[place] == "{" else -1
-            if not depth:
-                return text[start:place].strip()
-    return None
+    ends = _closing_braces(text)
+    closed = [
+        (found.start(), text[found.end() : ends[found.end() - 1]].strip())
+        for found in _BOX.finditer(text)
+        if found.end() - 1 in ends
+    ]
+    bare = [(found.start(), found[1]) for found in _BARE_BOX.finditer(text)]
+    return max(closed + bare)[1] if closed or bare else None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace is closed, for those that are."""
+    open_braces: list[int] = []
+    ends: dict[int, int] = {}
+    for place, letter in enumerate(text):
+        if letter not in "{}" or text[place - 1 : place] == "\\":
+            continue
+        if letter == "{":
+            open_braces.append(place)
+        elif open_braces:
+            ends[open_braces.pop()] = place
+    return ends
 
 
 def boxed_integer(prediction: str, gold: Sequence[str]) -> float:
@@ -77,7 +94,7 @@ def boxed_math(prediction: str, gold: Sequence[str]) -> float:
 
 def _only_number(latex: str) -> Fraction | None:
     """The value of the only number, or of the only fraction of two, `None` where there are more or none."""
-    text = _UNIT.sub(" ", _plain(latex)).strip()
+    text = _UNIT.sub(" ", _SIGNED_UNIT.sub("-", _plain(latex))).strip()
     before, _, value = text.rpartition("=")
     fraction = _FRACTION.fullmatch(value.strip())
     if fraction is not None and not numbers(before):

@@ -157,9 +157,44 @@ def test_a_forward_that_ended_in_the_middle_is_not_gone_on_from(llama, random_to
         with pytest.raises(ZeroDivisionError):
             llama(ids[:, :1], past_key_values=cache)
         hook.remove()
-        with pytest.raises(RuntimeError, match="ended in the middle.* 20 to 21 tokens; begin with a new cache"):
+        with pytest.raises(RuntimeError, match="forward or roll-back .* 20 to 21 tokens; begin with a new cache"):
             llama(ids[:, :1], past_key_values=cache)
         llama(ids, use_cache=True)
+
+
+def test_the_mask_of_the_whole_text_may_come_with_each_chunk(llama, left_padded, press):
+    """Its columns are those of the text, and not the last ones: padding of the first chunk is padding."""
+    ids, mask, _ = left_padded([30, 17])
+    runs = {}
+    for whole in (False, True):
+        with press(llama) as run, torch.no_grad():
+            logits, cache, start = [], None, 0
+            for size in (10, 9, 6, 1, 1, 1, 1, 1):
+                part, start = slice(start, start + size), start + size
+                given = mask if whole else mask[:, :start]
+                out = llama(ids[:, part], attention_mask=given, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                logits.append(out.logits)
+            runs[whole] = torch.cat(logits, 1)[mask.bool()], run.positions(0)
+    assert torch.equal(runs[True][1], runs[False][1]) and (runs[True][0] - runs[False][0]).abs().max() < 1e-5
+    with press(llama), torch.no_grad(), pytest.raises(ValueError, match="cover at least the 3 new tokens.*shape"):
+        llama(ids[:, :3], attention_mask=mask[:, -1:])
+
+
+def test_a_roll_back_that_ended_in_the_middle_is_not_gone_on_from(make_model, random_tokens, press):
+    """Gemma's sliding layer comes first and is cut before a layer that evicted refuses."""
+    model, ids = make_model("gemma3"), random_tokens(1, 12)
+    with pytest.warns(UserWarning, match="sliding window"), press(model) as run, torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        assert run.num_events == 1
+        sliding = next(layer for layer in cache.layers if layer not in run.layers.values())
+        if sliding.sliding_window <= 13:
+            pytest.skip("the sliding layer refuses first")
+        with pytest.raises(RuntimeError, match="cannot roll the cache back"):
+            cache.crop(-5)
+        with pytest.raises(RuntimeError, match="a forward or roll-back of this cache ended in the middle"):
+            model(ids[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("mask", ["none", "short"])

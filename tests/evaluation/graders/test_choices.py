@@ -26,6 +26,8 @@ from kvstitch.evaluation.grading import grade
         (r"\boxed{\textbf{(B)}\ 12}", 1.0),
         (r"\boxed{\text{B. The second}}", 1.0),
         (r"\boxed{b}", 1.0),
+        ("use \\boxed I guess. The answer is (B)", 1.0),
+        ("The answer is" + " \n" * 20000 + "(B)", 1.0),
         (r"\boxed B", 1.0),
         (r"\boxed{(C) not B}", 0.0),
         (r"\boxed{Because of B}", 0.0),
