@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvstitch.views.spelling import did_you_mean
+from kvstitch.kernels.common.spelling import did_you_mean
 
 
 def check_choices(options: object, allowed: Mapping[str, Sequence[str]]) -> None:

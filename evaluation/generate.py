@@ -100,55 +100,45 @@ def generate_sample(
     if not sample.questions:
         raise RunError(f"sample {sample.id!r} asks nothing, so there is nothing to generate; use mode=replay")
     with nullcontext() if baselines is None else baselines.once(sample) as known:
-        return _both_sides(loaded, press, task, sample, sampling, seed, baselines, known)
-
-
-def _both_sides(
-    loaded: LoadedModel,
-    press: EvictionPress | RetrievalPress | None,
-    task: Task,
-    sample: Sample,
-    sampling: Sampling,
-    seed: int,
-    baselines: DenseBaselines | None,
-    known: DenseRecord | None,
-) -> SampleResult:
-    answers, measured, dense_answers, dense_measured, events = [], [], [], [], []
-    draws = sampling.samples_per_question
-    for index, (number, again) in enumerate(itertools.product(range(len(sample.questions)), range(draws))):
-        question = sample.questions[number]
-        prompt = sample.input_ids(question)
-        draw = _seed(seed, sample.id, number, again)
-        answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
-        if draws > 1:
-            answer |= {"question": number, "draw": again}
-        numbers: dict[str, float | None] = {}
-        if press is not None:
-            with press(loaded.model) as run:
-                tokens, numbers = _generate(loaded, prompt, question, sampling, draw)
-            answer["pressed"] = graded(task, question, loaded.tokenizer, tokens)
-            if isinstance(press, RetrievalPress):
-                numbers |= index_metrics(run)
+        answers, measured, dense_answers, dense_measured, events = [], [], [], [], []
+        draws = sampling.samples_per_question
+        for index, (number, again) in enumerate(itertools.product(range(len(sample.questions)), range(draws))):
+            question = sample.questions[number]
+            prompt = sample.input_ids(question)
+            draw = _seed(seed, sample.id, number, again)
+            answer: dict[str, Any] = {"gold": list(question.gold), "meta": dict(question.meta)}
+            if draws > 1:
+                answer |= {"question": number, "draw": again}
+            numbers: dict[str, float | None] = {}
+            if press is not None:
+                with press(loaded.model) as run:
+                    tokens, numbers = _generate(loaded, prompt, question, sampling, draw)
+                answer["pressed"] = graded(task, question, loaded.tokenizer, tokens)
+                if isinstance(press, RetrievalPress):
+                    numbers |= index_metrics(run)
+                else:
+                    events = list(run.events)
+                    numbers |= event_metrics(events, len(run.stored_tokens))
+                numbers["event_time_share"] = run.event_seconds / numbers["seconds"]
+            if known is None:
+                tokens, dense = _generate(loaded, prompt, question, sampling, draw)
+                dense_answers.append(tokens)
+                dense_measured.append({f"dense_{name}": value for name, value in dense.items()})
             else:
-                events = list(run.events)
-                numbers |= event_metrics(events, len(run.stored_tokens))
-            numbers["event_time_share"] = run.event_seconds / numbers["seconds"]
-        if known is None:
-            tokens, dense = _generate(loaded, prompt, question, sampling, draw)
-            dense_answers.append(tokens)
-            dense_measured.append({f"dense_{name}": value for name, value in dense.items()})
-        else:
-            tokens = known.answers[index]
-        answer["dense"] = graded(task, question, loaded.tokenizer, tokens)
-        answers.append(answer)
-        measured.append(numbers)
-    dense_numbers = _mean_of_each(dense_measured) if known is None else known.numbers
-    if baselines is not None and known is None:
-        baselines.write(sample, DenseRecord(dense_numbers, dense_answers))
-    metrics = (
-        answer_metrics(answers) | _mean_of_each(measured) | dense_numbers | {"dense_reused": float(known is not None)}
-    )
-    return SampleResult(make_record(sample, metrics, answers), events)
+                tokens = known.answers[index]
+            answer["dense"] = graded(task, question, loaded.tokenizer, tokens)
+            answers.append(answer)
+            measured.append(numbers)
+        dense_numbers = _mean_of_each(dense_measured) if known is None else known.numbers
+        if baselines is not None and known is None:
+            baselines.write(sample, DenseRecord(dense_numbers, dense_answers))
+        metrics = (
+            answer_metrics(answers)
+            | _mean_of_each(measured)
+            | dense_numbers
+            | {"dense_reused": float(known is not None)}
+        )
+        return SampleResult(make_record(sample, metrics, answers), events)
 
 
 def _generate(

@@ -12,11 +12,11 @@ from kvstitch.evaluation.answers import answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.dense_side import LiveDense, RecordedDense
 from kvstitch.evaluation.models import LoadedModel
-from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.pipeline import refuse_decoding, theirs_at
 from kvstitch.evaluation.results import SampleResult, make_record
 from kvstitch.evaluation.streams import Stream, stored_bytes, stored_slots
 from kvstitch.evaluation.tasks.base import Question, Sample, Task
+from kvstitch.kernels.common.spelling import did_you_mean
 from kvstitch.presses import Budget
 
 
@@ -57,7 +57,7 @@ class KVPressBaseline:
         if self.name not in known:
             raise ValueError(
                 f"press.name={self.name!r} is no press of kvpress {version('kvpress')}; choose one of {', '.join(known)}"
-                f"{nearest(self.name, known)}"
+                f"{did_you_mean(self.name, known)}"
             )
         seen = torch.tensor([context_tokens])
         keep = min(int(self.budget.slots(seen, 1, least=1)), context_tokens)

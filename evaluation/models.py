@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from kvstitch.evaluation.options import check_choice, check_type, nearest
+from kvstitch.evaluation.options import check_choice, check_type
 from kvstitch.evaluation.smollm2 import smollm2_folder
+from kvstitch.kernels.common.spelling import did_you_mean
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -152,7 +153,7 @@ def _parse_device(device: str) -> torch.device:
     kind, _, index = str(device).partition(":")
     if kind not in DEVICES or (index and (kind != "cuda" or not index.isdigit())):
         # By its letters alone the nearest of "gpu" would be "cpu".
-        hint = nearest("cuda" if kind.lower() == "gpu" else kind, DEVICES)
+        hint = did_you_mean("cuda" if kind.lower() == "gpu" else kind, DEVICES)
         raise ValueError(f"model.device must be auto, cpu, cuda or cuda:<index>, got {device!r}{hint}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "auto":

@@ -5,19 +5,13 @@ Needs no torch: a typo is answered before that is loaded.
 
 import dataclasses
 from collections.abc import Iterable
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
+from kvstitch.kernels.common.spelling import did_you_mean
+
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _SWITCHES = ("true", "false")
-
-
-def nearest(wrong: object, valid: Iterable[str]) -> str:
-    """`; did you mean 'ams'?`, or nothing if no choice is near; capitals make no difference."""
-    by_lower = {name.lower(): name for name in valid}
-    near = get_close_matches(str(wrong).lower(), by_lower, n=1, cutoff=0.4)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -25,7 +19,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     choices = list(choices)
     # A list of the command line has no hash, so that a dict could not be asked for it.
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{did_you_mean(value, choices)}")
 
 
 def check_types(options: Any, group: str) -> None:
@@ -64,7 +58,7 @@ def check_type(name: str, value: object, kind: type, optional: bool = False) -> 
         return
     hint = ""
     if kind is bool and isinstance(value, str):
-        hint = nearest(value, _SWITCHES)
+        hint = did_you_mean(value, _SWITCHES)
     elif kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         hint = f"; as text it needs quotes that the shell leaves alone: {name}=\"'{value}'\""
     raise TypeError(f"{name} must be {_KINDS[kind]}{' or null' if optional else ''}, got {value!r}{hint}")

@@ -41,6 +41,10 @@ def folder_name(labels: list[str], config: Mapping[str, Any]) -> str:
     return "-".join([*readable, config_hash(config)])
 
 
+class FolderInUse(RunError):
+    """Another process writes the folder, so nobody else does, not even to say so."""
+
+
 class RunFolder:
     """Everything one run writes. Only the holder of the lock writes.
 
@@ -63,7 +67,8 @@ class RunFolder:
         would be resumed from it.
 
         Raises:
-            RunError: another process holds it, or what stands there belongs to another configuration.
+            FolderInUse: another process holds it.
+            RunError: what stands there belongs to another configuration.
         """
         is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -71,7 +76,7 @@ class RunFolder:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise RunError(
+            raise FolderInUse(
                 f"another process is at work on {self.path}; wait for it, or change the command (seed, budget, "
                 "output_dir) so that the run gets a folder of its own"
             ) from None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvstitch.views.spelling import did_you_mean
+from kvstitch.kernels.common.spelling import did_you_mean
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -22,8 +22,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException
 
-from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.records import RunError
+from kvstitch.kernels.common.spelling import did_you_mean
 
 
 def explain(error: BaseException, configs: Path, arguments: Sequence[str], config_name: str = "run") -> str | None:
@@ -127,12 +127,12 @@ def _missing_option(error: MissingConfigException, configs: Path) -> str:
 def _no_option(group: str, option: str, configs: Path) -> str:
     folder = configs / group
     valid = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-    return f"there is no {group}={option}; choose one of {', '.join(valid) or 'none'}{nearest(option, valid)}"
+    return f"there is no {group}={option}; choose one of {', '.join(valid) or 'none'}{did_you_mean(option, valid)}"
 
 
 def _no_key(key: str, place: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
-    return f"there is no option {key}; {place} {', '.join(valid)}{nearest(key.rpartition('.')[2], valid)}"
+    return f"there is no option {key}; {place} {', '.join(valid)}{did_you_mean(key.rpartition('.')[2], valid)}"
 
 
 def _nothing_chosen(group: str) -> str:

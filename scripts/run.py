@@ -26,7 +26,7 @@ from rich.console import Console
 from sweep import DONE, FAILED, NOT_RUN, ON_ERROR, READ, RUNNING, SweepFolder
 
 from kvstitch.evaluation.options import check_choice, check_type
-from kvstitch.evaluation.records import METRICS, RunError, RunFolder, folder_name
+from kvstitch.evaluation.records import METRICS, FolderInUse, RunError, RunFolder, folder_name
 from kvstitch.evaluation.table import print_table
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -124,7 +124,7 @@ def one_of_sweep(config: DictConfig) -> None:
         print(f"job {number} failed: {reason}", file=sys.stderr)
         folder = None if job is None else str(job.folder)
         sweep.write(number, FAILED, folder, reason)
-        if job is not None:
+        if job is not None and not isinstance(error, FolderInUse):
             job.folder.write_error(f"{reason}\n\n{_full_story(error)}")
 
 

@@ -1,6 +1,5 @@
 """Which of two choices is better on the same samples: differences sample by sample, with their standard error."""
 
-import difflib
 import math
 import statistics
 from collections import defaultdict
@@ -11,6 +10,7 @@ from typing import Any
 from kvstitch.evaluation.records import RunError, config_hash
 from kvstitch.evaluation.report.choices import DENSE, PARTS, Rest, choice, rest_of
 from kvstitch.evaluation.report.runs import Run
+from kvstitch.kernels.common.spelling import did_you_mean
 
 _HOW_MANY = ("num_samples", "shard", "num_shards")
 # Means over the tokens that were compared, which two presses may not share.
@@ -135,8 +135,7 @@ def _why(runs: Sequence[Run], base: str, part: str, metric: str, table: _Table) 
     """What the base, or all of them, lack."""
     known = {name for run in runs for record in run.records for name in record.get("metrics") or {}}
     if metric not in known:
-        near = difflib.get_close_matches(metric, sorted(known), n=1, cutoff=0.3)
-        return f"no sample has {metric!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"no sample has {metric!r}{did_you_mean(metric, sorted(known))}"
     has = _metrics(runs, base, part)
     if metric not in has:
         return f"no sample of {base!r} has {metric!r}; it has {', '.join(sorted(has))}"
@@ -173,9 +172,8 @@ def _hint(runs: Sequence[Run], base: str, names: set[str]) -> str:
     for other in PARTS:
         if any(choice(run, other) == base for run in runs):
             return f"; {base!r} is a choice of --part {other}"
-    lower = {name.lower(): name for name in sorted(names)}
-    near = difflib.get_close_matches(base.lower().replace("_", ""), lower, n=1, cutoff=0.3)
-    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+    # Users know classes by the names of their configurations, too: global_topk.
+    return did_you_mean(base.replace("_", ""), sorted(names))
 
 
 def _compared(others: str, name: str, base: Mapping, values: Mapping) -> Iterator[Comparison]:

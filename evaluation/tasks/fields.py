@@ -5,8 +5,8 @@ import re
 from string import Formatter
 from typing import Any
 
-from kvstitch.evaluation.options import nearest
 from kvstitch.evaluation.tasks.sources import BadRecord, Record, short
+from kvstitch.kernels.common.spelling import did_you_mean
 
 
 def field(record: Record, name: str, where: str) -> Any:
@@ -16,7 +16,9 @@ def field(record: Record, name: str, where: str) -> Any:
         BadRecord: there is none; the nearest name is proposed.
     """
     if name not in record:
-        raise BadRecord(f"{where}: no field {name!r}, it has {', '.join(map(repr, record))}{nearest(name, record)}")
+        raise BadRecord(
+            f"{where}: no field {name!r}, it has {', '.join(map(repr, record))}{did_you_mean(name, record)}"
+        )
     return record[name]
 
 

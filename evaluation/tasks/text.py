@@ -50,10 +50,15 @@ class Text(Task):
         step = self.length - len(begin)
         available = len(ids) // step
         count = available if self.num_samples is None else self.num_samples
-        if not available or count > available:
+        if not available:
+            raise ValueError(
+                f"task.path={self.path}: {len(ids)} tokens are no piece of task.length={self.length}; lower task.length to "
+                f"{len(ids) + len(begin)} or less, or take a longer text"
+            )
+        if count > available:
             raise ValueError(
                 f"task.path={self.path}: {len(ids)} tokens make {available} pieces of task.length={self.length}, and "
-                f"task.num_samples={self.num_samples} wants {max(count, 1)}; lower either"
+                f"task.num_samples={self.num_samples} wants {count}; lower either"
             )
         for index in range(count):
             piece = [*begin, *ids[index * step : (index + 1) * step]]

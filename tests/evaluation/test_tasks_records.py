@@ -63,8 +63,12 @@ def test_text_that_is_too_short_or_unreadable(tokenizer, tmp_path):
         ValueError, match=r"100 tokens make 3 pieces of task\.length=31, and task\.num_samples=4 wants 4"
     ):
         next(Text(path=str(path), length=31).samples(tokenizer, POSITIONS))
-    with pytest.raises(ValueError, match=r"make 0 pieces .* task\.num_samples=None wants 1"):
-        next(Text(path=str(path), num_samples=None).samples(tokenizer, POSITIONS))
+    for count in (None, 4):
+        with pytest.raises(
+            ValueError, match=r"100 tokens are no piece of task\.length=\d+; lower task\.length to 101 or less"
+        ):
+            next(Text(path=str(path), num_samples=count).samples(tokenizer, POSITIONS))
+    assert len(list(Text(path=str(path), num_samples=None, length=101).samples(tokenizer, POSITIONS))) == 1
     with pytest.raises(ValueError, match=r"needs 60 positions .* but the model has 50"):
         next(Text(path=str(path), length=60, num_samples=1).samples(tokenizer, 50))
     path.write_bytes(b"caf\xe9 au lait")

@@ -45,6 +45,10 @@ def test_kill_minus_nine_and_a_second_process_lose_and_duplicate_nothing(script,
     assert second.status == 1 and "another process is at work on" in second.err and "Traceback" not in second.err
     (folder,) = folders()
     assert not (folder / "error.txt").exists()
+    # A job of a sweep, whose failures go into their folders, leaves this one alone, too.
+    swept = script("run", "-m", *tiny_arguments, "seed=42")
+    assert swept.status == 1 and "another process is at work on" in swept.err
+    assert not (folder / "error.txt").exists()
     process.kill()
     process.wait()
     kept = (folder / "predictions.jsonl").read_bytes()

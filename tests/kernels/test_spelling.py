@@ -1,6 +1,6 @@
 import pytest
 
-from kvstitch.views.spelling import did_you_mean
+from kvstitch.kernels.common.spelling import did_you_mean
 
 
 @pytest.mark.parametrize(

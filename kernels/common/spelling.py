@@ -1,4 +1,4 @@
-"""Which of the valid names was meant."""
+"""Which of the valid names was meant. Needs no torch: a typo on a command line is answered before that is loaded."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
