@@ -5,14 +5,13 @@ Retrieval is at work in forwards of a single token only, so the trace cannot be 
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 
 from kvstitch.evaluation.answers import Answer, answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.compactions import region_arrays
-from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, storage_metrics
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, dense_beside, storage_metrics
 from kvstitch.evaluation.metrics import NonFiniteLogits, TokenComparison, compare_tokens
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.reads import ReadMeter, index_metrics
@@ -67,31 +66,24 @@ def closed_loop_sample(
         NonFiniteLogits: NaN in the logits of either model.
     """
     meter = ReadMeter(press.on_read)
-    with ExitStack() as stack:
-        known = stack.enter_context(baselines.once(sample)) if baselines is not None else None
-        with dataclasses.replace(press, on_read=meter, measure_mass=True)(loaded.model) as run:
-            pressed = Stream(loaded.model)
-            dense = (
-                RecordedDense(loaded.model, known) if known else LiveDense(loaded, run.paused, baselines is not None)
-            )
-            pressed.prefill(sample.prompt_ids)
-            if pressed.ends_in_nan():
-                # Said here, because no index can be made of it.
-                raise NonFiniteLogits("the logits at the end of the prompt hold NaN")
-            dense.prefill(sample.prompt_ids)
-            metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
-            metrics |= _quality(pressed, dense, sample.trace_ids)
-            metrics |= meter.metrics(pressed.cache) | index_metrics(run)
-            answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
-            metrics |= answer_metrics(answers) | storage_metrics("", pressed.storage)
-            metrics["event_time_share"] = run.event_seconds / pressed.seconds
-            regions = region_arrays(run, sample.id)
-            # After the answers, because it spoils the dense cache.
-            dense.speed(speed_tokens)
-        metrics |= dense.numbers() | {"dense_reused": float(known is not None)}
-        made = dense.record()
-        if made is not None:
-            baselines.write(sample, made)
+    watched = dataclasses.replace(press, on_read=meter, measure_mass=True)
+    with watched(loaded.model) as run, dense_beside(loaded, sample, baselines, run.paused) as dense:
+        pressed = Stream(loaded.model)
+        pressed.prefill(sample.prompt_ids)
+        if pressed.ends_in_nan():
+            # Said here, because no index can be made of it.
+            raise NonFiniteLogits("the logits at the end of the prompt hold NaN")
+        dense.prefill(sample.prompt_ids)
+        metrics: dict[str, float | None] = {"prefill_seconds": pressed.seconds}
+        metrics |= _quality(pressed, dense, sample.trace_ids)
+        metrics |= meter.metrics(pressed.cache) | index_metrics(run)
+        answers = [_ask(loaded, run, pressed, dense, task, question) for question in sample.questions]
+        metrics |= answer_metrics(answers) | storage_metrics("", pressed.storage)
+        metrics["event_time_share"] = run.event_seconds / pressed.seconds
+        regions = region_arrays(run, sample.id)
+        # After the answers, because it spoils the dense cache.
+        dense.speed(speed_tokens)
+        metrics |= dense.numbers()
     # A press that nobody watches owns the same cache, and its steps do not pay for what was measured.
     with dataclasses.replace(press, on_read=None, measure_mass=False)(loaded.model) as run:
         metrics["decode_tokens_per_second"] = _speed(run, pressed, speed_tokens)

@@ -1,17 +1,44 @@
 """The dense model in a replay: run beside the press, or read from the record of an earlier run."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvstitch.evaluation.baseline import DenseRecord
+from kvstitch.evaluation.baseline import DenseBaselines, DenseRecord
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.streams import Storage, Stream
-from kvstitch.evaluation.tasks.base import Question
+from kvstitch.evaluation.tasks.base import Question, Sample
+
+
+@contextmanager
+def dense_beside(
+    loaded: LoadedModel,
+    sample: Sample,
+    baselines: DenseBaselines | None,
+    press_off: Callable[[], AbstractContextManager] = nullcontext,
+) -> Iterator["LiveDense | RecordedDense"]:
+    """The dense side of a sample; what an earlier run did not leave is kept when the block ends well.
+
+    Args:
+        baselines: where it is read and kept; None runs it every time.
+        press_off: makes the context in which no press is at work on the model.
+
+    Raises:
+        RunError: the disk is full or read-only.
+    """
+    with nullcontext() if baselines is None else baselines.once(sample) as known:
+        if known is not None:
+            yield RecordedDense(loaded.model, known)
+            return
+        dense = LiveDense(loaded, press_off, keep=baselines is not None)
+        yield dense
+        made = dense.record()
+        if made is not None:
+            baselines.write(sample, made)
 
 
 class LiveDense:
@@ -66,13 +93,16 @@ class LiveDense:
 
     def numbers(self) -> dict[str, float | None]:
         """Metrics of the dense side so far."""
-        return self._numbers | storage_metrics("dense_", self._stream.storage)
+        return self._measured() | {"dense_reused": 0.0}
 
     def record(self) -> DenseRecord | None:
         """What an earlier run hands to later ones; None if the logits could not be made of it again."""
         if self._hidden is None:
             return None
-        return DenseRecord(self.numbers(), self._answers, torch.cat(self._hidden) if self._hidden else None)
+        return DenseRecord(self._measured(), self._answers, torch.cat(self._hidden) if self._hidden else None)
+
+    def _measured(self) -> dict[str, float | None]:
+        return self._numbers | storage_metrics("dense_", self._stream.storage)
 
 
 class RecordedDense:
@@ -107,11 +137,8 @@ class RecordedDense:
         return self._record.numbers["dense_decode_tokens_per_second"]
 
     def numbers(self) -> dict[str, float | None]:
-        """Metrics of the dense side."""
-        return dict(self._record.numbers)
-
-    def record(self) -> None:
-        """Nothing new to keep."""
+        """Metrics of the dense side; its times are those of the earlier run."""
+        return {**self._record.numbers, "dense_reused": 1.0}
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """kvpress's presses as rows of our tables: the context compressed once, by their code, then asked; next to the dense model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from kvstitch.evaluation.answers import answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines
-from kvstitch.evaluation.dense_side import LiveDense, RecordedDense
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, dense_beside
 from kvstitch.evaluation.models import LoadedModel
 from kvstitch.evaluation.pipeline import refuse_decoding, theirs_at
 from kvstitch.evaluation.results import SampleResult, make_record
@@ -84,25 +84,17 @@ def kvpress_sample(
     find. `baselines`: as in `replay_sample`.
     """
     context = [*sample.prompt_ids, *sample.trace_ids]
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        known = stack.enter_context(baselines.once(sample)) if baselines is not None else None
-        dense = (
-            RecordedDense(loaded.model, known) if known else LiveDense(loaded, nullcontext, keep=baselines is not None)
-        )
+    with torch.no_grad(), dense_beside(loaded, sample, baselines) as dense:
         pressed = Stream(loaded.model)
         with _peaks_noted(pressed), baseline.build(len(context))(loaded.model):
             pressed.prefill(context)
         dense.prefill(context)
         answers = [_ask(loaded, pressed, dense, task, question, len(context)) for question in sample.questions]
-        made = dense.record()
-        if made is not None:
-            baselines.write(sample, made)
     slots = stored_slots(pressed.cache)
     metrics: dict[str, float | None] = {"events": float(max(slots) < len(context)), "prefill_seconds": pressed.seconds}
     metrics |= {"mean_slots": sum(slots) / len(slots), "mean_kv_bytes": stored_bytes(pressed.cache)}
     metrics |= {"peak_slots": pressed.storage.peak_slots, "kv_bytes": pressed.storage.peak_bytes}
-    metrics |= answer_metrics(answers) | dense.numbers() | {"dense_reused": float(known is not None)}
+    metrics |= answer_metrics(answers) | dense.numbers()
     return SampleResult(make_record(sample, metrics, answers))
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvstitch.evaluation.answers import answer_metrics, graded
-from kvstitch.evaluation.baseline import DenseBaselines, DenseRecord
+from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.compactions import event_metrics
-from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, storage_metrics
+from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, dense_beside, storage_metrics
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens, token_nll
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.recall import RecallRun
@@ -68,13 +68,14 @@ def replay_sample(
         NonFiniteLogits: NaN in the logits of either model.
     """
     with ExitStack() as stack:
-        dense = stack.enter_context(baselines.once(sample)) if baselines is not None else None
         first = 0 if _compresses_prompt(press) else interval
         run = None
         if press is not None:
             asked_from = len(sample.prompt_ids) + first
             run = stack.enter_context(RecallRun(press, loaded.model, mass_queries, asked_from))
-        pair = _LockStep(loaded, press, run, dense, keep=baselines is not None)
+        press_off = run.paused if run is not None else nullcontext
+        dense = stack.enter_context(dense_beside(loaded, sample, baselines, press_off))
+        pair = _LockStep(loaded, press, run, dense)
         metrics = pair.prefill(sample.prompt_ids)
         metrics |= _quality(pair, sample.trace_ids, interval, first)
         pair.end_trace()
@@ -82,10 +83,7 @@ def replay_sample(
         metrics |= answer_metrics(answers) | pair.storage_metrics() | pair.event_metrics()
         events = pair.events
         # Last, because it goes on where the trace ended and spoils the caches.
-        metrics |= pair.speed(speed_tokens) | pair.dense.numbers() | {"dense_reused": float(dense is not None)}
-        made = pair.dense.record()
-        if made is not None:
-            baselines.write(sample, made)
+        metrics |= pair.speed(speed_tokens) | dense.numbers()
     return SampleResult(make_record(sample, metrics, answers), events)
 
 
@@ -97,8 +95,7 @@ class _LockStep:
         loaded: LoadedModel,
         press: EvictionPress | None,
         run: RecallRun | None,
-        dense: DenseRecord | None,
-        keep: bool,
+        dense: LiveDense | RecordedDense,
     ):
         self._tokenizer = loaded.tokenizer
         self._stop_ids = stop_token_ids(loaded)
@@ -107,8 +104,7 @@ class _LockStep:
         self._trace_events = 0
         # Those of the trace and of the last question: one sequence, whatever was asked in between.
         self.events: list[CompactionEvent] = []
-        press_off = run.paused if run is not None else nullcontext
-        self.dense = RecordedDense(loaded.model, dense) if dense else LiveDense(loaded, press_off, keep)
+        self.dense = dense
         self._pressed = Stream(loaded.model) if run is not None else None
 
     def prefill(self, token_ids: Sequence[int]) -> dict[str, float | None]:
