@@ -24,7 +24,7 @@ class Evidence:
 
     Args:
         window_tokens: W; fewer if fewer queries are held.
-        window_step: of those every so-manieth is asked, from the newest back: a long window at the price of a short one.
+        window_step: of those every so-manieth is asked (`QueryWindow.spaced`): a long window at the price of a short one.
         pool_kernel: odd width of the average, 1 for none.
         pool_edges: divisor where the kernel reaches past the first or last slot that counts: "valid" counts the taps
             that exist, "zero" always divides by `pool_kernel`.
@@ -131,9 +131,11 @@ class _Order(NamedTuple):
 
 
 def _window(view: LayerView, window_tokens: int, step: int) -> QueryWindow:
+    if step > 1 and view.spaced is not None:
+        return view.spaced
     if view.queries is None:
         raise ValueError(f"the view holds no queries; this allocator needs the last {window_tokens} (see `needs`)")
-    return view.queries.last(window_tokens).every(step)
+    return view.queries.last(window_tokens) if step == 1 else view.queries.spaced(step, window_tokens)
 
 
 def _shorten(positions: Int64[Tensor, "S W"], lengths: Int64[Tensor, "S"]) -> Int64[Tensor, "S W"]:

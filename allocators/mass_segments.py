@@ -71,7 +71,10 @@ class MassSegments(EvictingAllocator):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.window_tokens, rotary=self.query_positions == "current")
+        turned = self.query_positions == "current"
+        if self.window_step == 1:
+            return Needs(queries=self.window_tokens, rotary=turned)
+        return Needs(spaced_queries=self.window_tokens, query_step=self.window_step, rotary=turned)
 
     def select(
         self,
@@ -200,8 +203,8 @@ def _described(plan: SegmentPlan, slots: Tensor, credit: Tensor, floor: int) -> 
 
 def _shape_of_layer(layer: tuple[LayerView, Tensor, Tensor, dict[str, Tensor]]) -> tuple:
     view, scores, _, state = layer
-    queries = None if view.queries is None else view.queries.positions.shape
-    return scores.shape, queries, state["credit"].shape if "credit" in state else None
+    windows = [None if window is None else window.positions.shape for window in (view.queries, view.spaced)]
+    return scores.shape, windows, state["credit"].shape if "credit" in state else None
 
 
 def _unstack(chosen: SegmentSelection, widths: list[int], with_credit: bool) -> list[Selection]:

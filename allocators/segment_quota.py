@@ -26,7 +26,7 @@ class SegmentQuota(MassSegments):
         max_segment_tokens: longer segments are split.
         min_keep_tokens: slots that each segment keeps if the budget can pay for all of them.
         window_tokens: recent queries that mass is measured with.
-        window_step: of those every so-manieth, from the newest back.
+        window_step: of those every so-manieth and the newest; the others are not remembered.
         pool_kernel: odd width of the average along the sequence, 1 for none.
         credit_decay: share of the old credit that stays at an event.
         credit_mix: share of the present window in the mass; the rest is credit.
@@ -59,7 +59,7 @@ class SegmentQuota(MassSegments):
     max_segment_tokens: int = 256  # paper
     min_keep_tokens: int = 1  # paper
     window_tokens: int = 128  # paper
-    window_step: int = 8  # as good as every query of the window, at an eighth of the work
+    window_step: int = 8  # as good as every query of the window, at an eighth of the work and memory
     pool_kernel: int = 5  # public registry; the paper says "small"
     credit_decay: float | int = 0.9  # paper
     credit_mix: float | int = 0.9  # paper

@@ -268,6 +268,7 @@ class StitchLayer(CacheLayerMixin):
             layer_idx=layer_idx,
             num_layers=num_layers,
             queries=self.query_memory.window(),
+            spaced=self.query_memory.spaced(),
             statistics=self.query_memory.statistics(),
             rotary=rotary,
         )

@@ -1,4 +1,4 @@
-"""The queries that a cache layer remembers for scorers: a ring of recent ones and sums over all of them."""
+"""The queries that a cache layer remembers for scorers: recent ones, every so-manieth of more, and sums over all."""
 
 from collections.abc import Callable
 
@@ -6,27 +6,33 @@ import torch
 from torch import Tensor
 
 from kvstitch.views import Needs, QueryStatistics, QueryWindow, Rotary
+from kvstitch.views.queries import on_grid
 
 # Queries of the first tokens point at themselves and at the attention sink; they say nothing about later ones.
 _SKIPPED_FIRST_TOKENS = 4
+# The ring that sums are made from: long enough that few steps pay for them, short enough not to be felt in memory.
+_SUMMED_AT_ONCE = 32
 
 
 class QueryMemory:
     """Ring of the newest `[B, Q, R, D]` queries as attention received them, with their positions `[B, R]`.
 
-    Writing one token costs two row copies into storage that never grows. Sums are folded in when the ring has turned once
-    or somebody looks, so that no query is missed and no step pays for them.
+    Writing one token costs two row copies into storage that never grows. What is kept of older queries (spaced ones, sums) is
+    taken from the ring when it has turned once or somebody looks, so that no query is missed and few steps pay for it.
     """
 
     def __init__(self, needs: Needs, rotary: Rotary | None):
         self._needs = needs
         self._rotary = rotary
-        self._size = max(needs.queries, 64) if needs.statistics else needs.queries
+        self._spaced = _SpacedQueries(needs.spaced_queries, needs.query_step) if needs.spaced_queries else None
+        self._sums = _Sums(rotary) if needs.statistics else None
+        self._takers = [taker for taker in (self._spaced, self._sums) if taker is not None]
+        at_once = [_SUMMED_AT_ONCE] * needs.statistics + [needs.query_step] * (needs.spaced_queries > 0)
+        self._size = max([needs.queries, *at_once])
         self._queries: Tensor | None = None
         self._positions: Tensor | None = None
         self._next = 0
-        self._unfolded = 0
-        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._untaken = 0
 
     def remember(self, query: Tensor, positions: Tensor) -> None:
         """Take in the queries `[B, Q, N, D]` of one forward; positions `[B, N]`, -1 for padding."""
@@ -38,12 +44,12 @@ class QueryMemory:
             self._queries = query.new_zeros(batch, heads, self._size, dim)
             self._positions = positions.new_full((batch, self._size), -1)
         count = query.shape[2]
-        if self._needs.statistics:
-            if self._unfolded + count > self._size:
-                self._fold_ring()
+        if self._takers:
+            if self._untaken + count > self._size:
+                self._empty_ring()
             if count > self._size:
-                self._fold(query[:, :, : -self._size], positions[:, : -self._size])
-            self._unfolded += min(count, self._size)
+                self._hand_on(query[:, :, : -self._size], positions[:, : -self._size])
+            self._untaken += min(count, self._size)
         if count >= self._size:
             self._queries.copy_(query[:, :, -self._size :])
             self._positions.copy_(positions[:, -self._size :])
@@ -70,12 +76,20 @@ class QueryMemory:
             queries, positions = queries.roll(-self._next, dims=2), positions.roll(-self._next, dims=1)
         return QueryWindow(queries, positions).last(self._needs.queries)
 
+    def spaced(self) -> QueryWindow | None:
+        """`QueryWindow.spaced` of all queries so far; None if such are not kept."""
+        if self._spaced is None or self._queries is None:
+            return None
+        self._empty_ring()
+        newest = (self._next - 1) % self._size
+        return self._spaced.with_newest(self._queries[:, :, newest, None], self._positions[:, newest, None])
+
     def statistics(self) -> QueryStatistics | None:
         """Sums over every query so far; None if they were not asked for."""
-        if not self._needs.statistics or self._queries is None:
+        if self._sums is None or self._queries is None:
             return None
-        self._fold_ring()
-        return QueryStatistics(*self._sums)
+        self._empty_ring()
+        return self._sums.total()
 
     def fresh(self) -> "QueryMemory":
         """An empty memory with the same settings."""
@@ -85,8 +99,8 @@ class QueryMemory:
         """Apply a batch operation (reorder, repeat, select) to everything remembered."""
         if self._queries is not None:
             self._queries, self._positions = function(self._queries), function(self._positions)
-        if self._sums is not None:
-            self._sums = tuple(function(tensor) for tensor in self._sums)
+        for taker in self._takers:
+            taker.map_rows(function)
 
     def require_nothing_forgotten(self) -> None:
         """Refuse a roll-back: the ring has written over older queries, and sums hold the removed ones.
@@ -104,20 +118,74 @@ class QueryMemory:
         self._queries[:, :, start : start + query.shape[2]] = query
         self._positions[:, start : start + query.shape[2]] = positions
 
-    def _fold_ring(self) -> None:
-        """Add the ring's entries that the sums do not hold yet."""
-        if self._sums is None:
-            self._fold(self._queries[:, :, :0], self._positions[:, :0])
-        if self._unfolded == 0:
-            return
-        newest = torch.arange(self._next - self._unfolded, self._next, device=self._positions.device) % self._size
-        self._fold(self._queries[:, :, newest], self._positions[:, newest])
-        self._unfolded = 0
+    def _empty_ring(self) -> None:
+        """Hand on the ring's entries that were not handed on yet."""
+        newest = torch.arange(self._next - self._untaken, self._next, device=self._positions.device) % self._size
+        self._untaken = 0
+        self._hand_on(self._queries[:, :, newest], self._positions[:, newest])
 
-    def _fold(self, query: Tensor, positions: Tensor) -> None:
+    def _hand_on(self, query: Tensor, positions: Tensor) -> None:
+        for taker in self._takers:
+            taker.add(query, positions)
+
+
+class _SpacedQueries:
+    """The newest `ceil(tokens / step)` queries whose positions are on the grid of `QueryWindow.spaced`."""
+
+    def __init__(self, tokens: int, step: int):
+        self._tokens = tokens
+        self._step = step
+        self._count = -(-tokens // step)
+        self._held: QueryWindow | None = None
+
+    def add(self, query: Tensor, positions: Tensor) -> None:
+        if self._held is None:
+            batch, heads, _, dim = query.shape
+            empty = query.new_zeros(batch, heads, self._count, dim)
+            self._held = QueryWindow(empty, positions.new_full((batch, self._count), -1))
+        if query.shape[2] == 0:
+            return
+        arrived = QueryWindow(query, positions)
+        if query.shape[2] > self._count:
+            # A long prompt is not copied to be searched.
+            arrived = self._newest(arrived)
+        rotated = torch.cat([self._held.rotated, arrived.rotated], dim=2)
+        self._held = self._newest(QueryWindow(rotated, torch.cat([self._held.positions, arrived.positions], dim=1)))
+
+    def with_newest(self, query: Tensor, position: Tensor) -> QueryWindow:
+        """What is held, no older than `tokens`, and the newest query, once."""
+        held = self._held.positions
+        held = held.masked_fill((held <= position - self._tokens) | (held == position), -1)
+        return QueryWindow(torch.cat([self._held.rotated, query], dim=2), torch.cat([held, position], dim=1))
+
+    def _newest(self, window: QueryWindow) -> QueryWindow:
+        return window.newest_of(on_grid(window.positions, self._step), self._count)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self._held is not None:
+            self._held = QueryWindow(function(self._held.rotated), function(self._held.positions))
+
+
+class _Sums:
+    """Running sums over queries before RoPE."""
+
+    def __init__(self, rotary: Rotary):
+        self._rotary = rotary
+        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def add(self, query: Tensor, positions: Tensor) -> None:
+        if self._sums is not None and query.shape[2] == 0:
+            return
         counted = positions >= _SKIPPED_FIRST_TOKENS
         plain = self._rotary.all_planes(self._rotary.unrotate(query.float(), positions.clamp(min=0)))
         plain = torch.where(counted[:, None, :, None], plain, 0)
         modulus = plain.abs()
         new = (counted.sum(1), plain.sum(2), modulus.sum(2), modulus.square().sum(2))
         self._sums = new if self._sums is None else tuple(old + add for old, add in zip(self._sums, new))
+
+    def total(self) -> QueryStatistics:
+        return QueryStatistics(*self._sums)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self._sums is not None:
+            self._sums = tuple(function(tensor) for tensor in self._sums)

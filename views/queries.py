@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Complex64, Float, Float32, Int64
+import torch
+from jaxtyping import Bool, Complex64, Float, Float32, Int64
 from torch import Tensor
 
 from kvstitch.views.rotary import Rotary
@@ -34,10 +35,31 @@ class QueryWindow:
         """The newest `count` queries (all of them if fewer are held)."""
         return QueryWindow(self.rotated[:, :, -count:], self.positions[:, -count:])
 
-    def every(self, step: int) -> "QueryWindow":
-        """Every `step`-th query, counted from the newest back, which is among them."""
-        first = (self.positions.shape[1] - 1) % step
-        return QueryWindow(self.rotated[:, :, first::step], self.positions[:, first::step])
+    def spaced(self, step: int, tokens: int) -> "QueryWindow":
+        """Of the last `tokens` positions of each row the queries at every `step`-th, and the newest one.
+
+        Which positions count does not depend on the present one: query p is among them if p + 1 is a multiple of `step`.
+        So a few can be kept as they come, and a row is what it is without its padding.
+
+        Returns: at most `ceil(tokens / step) + 1` queries a row, oldest first; position -1 where a row has fewer.
+        """
+        newest = self.positions.amax(dim=1, keepdim=True)
+        chosen = on_grid(self.positions, step) | (self.positions == newest)
+        return self.newest_of(chosen & (self.positions > newest - tokens), -(-tokens // step) + 1)
+
+    def newest_of(self, chosen: Bool[Tensor, "B W"], count: int) -> "QueryWindow":
+        """The newest `count` of the chosen queries of each row, oldest first; position -1 where a row has fewer."""
+        order = torch.arange(chosen.shape[1], device=chosen.device)
+        ranked = torch.where(chosen & self.valid, order, -1).topk(min(count, chosen.shape[1])).values.flip(-1)
+        place = ranked.clamp(min=0)
+        _, heads, _, dim = self.rotated.shape
+        rotated = self.rotated.gather(2, place[:, None, :, None].expand(-1, heads, -1, dim))
+        return QueryWindow(rotated, self.positions.gather(1, place).masked_fill(ranked < 0, -1))
+
+
+def on_grid(positions: Int64[Tensor, "..."], step: int) -> Bool[Tensor, "..."]:
+    """Positions p with p + 1 a multiple of `step`; padding (-1) is not among them."""
+    return ((positions + 1) % step == 0) & (positions >= 0)
 
 
 @dataclass(frozen=True)

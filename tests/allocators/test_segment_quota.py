@@ -9,6 +9,7 @@ import torch
 from kvstitch.allocators import FixedSegments, SegmentQuota
 from kvstitch.allocators.segment_quota import public_target
 from kvstitch.kernels.segment_quota.quotas import water_fill
+from kvstitch.views import Needs
 
 SMALL = {"min_segment_tokens": 4, "max_segment_tokens": 24, "num_sinks": 2, "num_recent": 5}
 
@@ -310,7 +311,8 @@ def test_the_default_is_recommended():
 
 
 def test_needs():
-    assert SegmentQuota(window_tokens=17).needs.queries == 17
+    assert SegmentQuota(window_tokens=17, window_step=1).needs.queries == 17
+    assert SegmentQuota(window_tokens=17, window_step=4).needs == Needs(spaced_queries=17, query_step=4)
     assert not SegmentQuota().needs.rotary and SegmentQuota.reference().needs.rotary
 
 

@@ -79,11 +79,13 @@ def test_a_step_with_a_mask(llama, random_tokens, key_hash, shaped_topk, pad, mo
 
 
 FEW = dict(num_sinks=1, num_recent=2)
+# What remembers queries, after how many tokens its ring has turned, and the queries that are touched then: the ring's, beside
+# the sixteen that are kept of every eighth.
 REMEMBERING = {
-    "tova": (TOVA(), SegmentQuota(**FEW)),
-    "triattention": (TriAttention(), GlobalTopK(**FEW)),
+    "tova": (TOVA(), SegmentQuota(**FEW), 8, 8 + 16),
+    "triattention": (TriAttention(), GlobalTopK(**FEW), 32, 32),
 }
-STEPS, ROWS, QUERY_HEADS, HEAD_DIM, RING = 70, 2, 4, 16, 64
+STEPS, ROWS, QUERY_HEADS, HEAD_DIM = 70, 2, 4, 16
 
 
 def watched_steps(model, ids, press):
@@ -104,23 +106,26 @@ def watched_steps(model, ids, press):
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_that_remember_queries(llama, random_tokens, name, dtype):
-    """More steps than the ring of queries has room, so that it turns and, for TriAttention, goes into the sums once.
+    """More steps than the ring of queries has room, so that it turns, and goes into the sums or is thinned out.
 
     In bfloat16 (and float16) a CPU is faster with an explicit softmax, whose logits stand in room that is made once.
     """
     model, ids = llama.to(dtype), random_tokens(ROWS, 340)
+    scorer, allocator, ring, touched = REMEMBERING[name]
     runs = {}
     for budget in (40, 300):
-        press = EvictionPress(*REMEMBERING[name], budget=budget, interval=100, compress_prompt=True)
+        press = EvictionPress(scorer, allocator, budget=budget, interval=100, compress_prompt=True)
         runs[budget] = watched_steps(model, ids, press)
     usual = min(operators for operators, _ in runs[40])
     for steps in runs.values():
-        # The only step with more to do than the others is the one in which the ring has turned.
+        # The only steps with more to do than the others are those in which the ring has turned.
         turns = [step for step, (operators, _) in enumerate(steps) if operators != usual]
-        assert len(turns) == (name == "triattention")
+        assert (
+            turns and all(later - step == ring for step, later in zip(turns, turns[1:])) and len(turns) == STEPS // ring
+        )
         for step, (_, largest) in enumerate(steps):
-            ring = ROWS * QUERY_HEADS * RING * HEAD_DIM if step in turns else 0
-            assert largest <= max(ring, runs[40][0][1])
+            new = ROWS * QUERY_HEADS * touched * HEAD_DIM if step in turns else 0
+            assert largest <= max(new, runs[40][0][1])
     assert runs[40] == runs[300]
 
 

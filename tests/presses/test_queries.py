@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvstitch.presses.queries import QueryMemory
-from kvstitch.views import Needs, Rotary
+from kvstitch.views import Needs, QueryWindow, Rotary
 
 ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
 
@@ -71,18 +71,88 @@ def test_sums_hold_every_query_once(sizes, look_at):
     assert torch.allclose(statistics.square, expected.abs().square().sum(2).float(), atol=1e-2)
 
 
+SPACED = Needs(queries=3, spaced_queries=20, query_step=4)
+
+
+@pytest.mark.parametrize("tokens_back, step", [(17, 4), (20, 4), (6, 9), (1, 5), (9, 3)])
+def test_any_stretch_and_distance(tokens_back, step):
+    memory = QueryMemory(Needs(spaced_queries=tokens_back, query_step=step), ROTARY)
+    plain, positions = tokens(60, pad=(0, 0))
+    for column in range(60):
+        memory.remember(plain[:, :, column : column + 1], positions[:, column : column + 1])
+        columns = on_the_grid(positions[0, : column + 1], memory._needs)
+        spaced = memory.spaced()
+        assert spaced.positions[0][spaced.valid[0]].tolist() == columns
+        assert torch.equal(spaced.rotated[0][:, spaced.valid[0]], plain[0][:, columns])
+
+
+def on_the_grid(positions, needs):
+    """Columns of one row that are to be held, and the newest."""
+    newest = int(positions[-1])
+    near = [column for column, place in enumerate(positions.tolist()) if place > newest - needs.spaced_queries]
+    return [
+        c for c in near if positions[c] >= 0 and ((positions[c] + 1) % needs.query_step == 0 or c == len(positions) - 1)
+    ]
+
+
+def require_spaced(memory, rotated, positions):
+    """Against all queries so far, by columns."""
+    spaced = memory.spaced()
+    assert spaced.positions.shape == (2, 6)
+    whole = QueryWindow(rotated, positions).spaced(memory._needs.query_step, memory._needs.spaced_queries)
+    for row in range(2):
+        columns, held = on_the_grid(positions[row], memory._needs), spaced.valid[row]
+        assert spaced.positions[row][held].tolist() == positions[row][columns].tolist()
+        assert torch.equal(spaced.rotated[row][:, held], rotated[row][:, columns])
+        assert whole.positions[row][whole.valid[row]].tolist() == positions[row][columns].tolist()
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("sizes", [[40], [1] * 43, [10, 1, 1, 7, 1, 5], [3, 40, 1, 1], [1], [2, 5], [9, 8, 7, 1]])
+def test_spaced_queries_are_those_of_a_whole_window(sizes, statistics):
+    """Looked at after every forward or only at the end; padding shifts a row's columns, not its positions."""
+    needs = Needs(queries=3, spaced_queries=20, query_step=4, statistics=statistics)
+    watched, unwatched = QueryMemory(needs, ROTARY), QueryMemory(needs, ROTARY)
+    plain, positions = tokens(sum(sizes))
+    rotated, start = ROTARY.rotate(plain, positions.clamp(min=0)), 0
+    for size in sizes:
+        for memory in (watched, unwatched):
+            memory.remember(rotated[:, :, start : start + size], positions[:, start : start + size])
+        start += size
+        if int(positions[:, start - 1].amin()) >= 0:
+            require_spaced(watched, rotated[:, :, :start], positions[:, :start])
+    one, other = watched.spaced(), unwatched.spaced()
+    assert torch.equal(one.positions, other.positions)
+    held = one.valid[:, None, :, None]
+    assert torch.equal(one.rotated * held, other.rotated * held)
+    if sum(sizes) >= 3:
+        assert torch.equal(watched.window().positions, positions[:, -3:])
+
+
+def test_right_padding_hides_no_query():
+    memory = QueryMemory(SPACED, ROTARY)
+    plain, _ = tokens(70)
+    positions = torch.stack([torch.arange(70), torch.where(torch.arange(70) < 30, torch.arange(70), -1)])
+    rotated = ROTARY.rotate(plain, positions.clamp(min=0))
+    memory.remember(rotated, positions)
+    spaced = memory.spaced()
+    assert spaced.positions[1].tolist() == [11, 15, 19, 23, 27, -1]
+    assert torch.equal(spaced.rotated[1, :, :5], rotated[1, :, 11:28:4])
+
+
 def test_rows_follow_batch_operations():
-    memory = QueryMemory(Needs(queries=8, statistics=True), ROTARY)
+    memory = QueryMemory(Needs(queries=8, spaced_queries=16, query_step=4, statistics=True), ROTARY)
     feed(memory, *tokens(20), [20])
-    before = memory.window(), memory.statistics()
+    before, spaced = (memory.window(), memory.statistics()), memory.spaced()
     memory.map_rows(lambda tensor: tensor.index_select(0, torch.tensor([1, 1, 0])))
     for row, source in enumerate((1, 1, 0)):
         assert torch.equal(memory.window().rotated[row], before[0].rotated[source])
+        assert torch.equal(memory.spaced().rotated[row], spaced.rotated[source])
         assert torch.equal(memory.statistics().total[row], before[1].total[source])
 
 
 def test_a_roll_back_is_refused_once_queries_are_remembered():
-    for needs in (Needs(queries=8), Needs(statistics=True)):
+    for needs in (Needs(queries=8), Needs(statistics=True), SPACED):
         memory = QueryMemory(needs, ROTARY)
         memory.require_nothing_forgotten()
         feed(memory, *tokens(30), [20])
@@ -94,3 +164,11 @@ def test_nothing_is_kept_when_nothing_is_needed():
     memory = QueryMemory(Needs(), None)
     feed(memory, *tokens(30), [30])
     assert memory.window() is None and memory.statistics() is None and memory._queries is None
+
+
+def test_needs_unite_to_the_least_that_satisfies_both():
+    both = Needs(queries=4) | Needs(spaced_queries=32, query_step=8)
+    assert both == Needs(queries=4, spaced_queries=32, query_step=8)
+    assert both | Needs(spaced_queries=64, query_step=8) == Needs(queries=4, spaced_queries=64, query_step=8)
+    with pytest.raises(ValueError, match="one distance only, and every 4 and 8 were asked for"):
+        both | Needs(spaced_queries=8, query_step=4)
