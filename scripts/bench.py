@@ -25,6 +25,7 @@ if __name__ == "__main__" and importlib.util.find_spec("hydra") is None:
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from hydra_errors import require_keys
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +36,7 @@ from kvstitch.evaluation.records import RunError
 
 def bench(config: DictConfig) -> None:
     """Run the benchmark that was chosen, and show what it found."""
+    require_keys(OmegaConf.to_container(config, resolve=False), CONFIGS, "bench")
     name = HydraConfig.get().runtime.choices["bench"]
     plain = OmegaConf.to_container(config.bench, resolve=True, throw_on_missing=True)
     rows = instantiate(plain, _convert_="all").run()

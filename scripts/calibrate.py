@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.utils import instantiate
+from hydra_errors import require_keys
 from omegaconf import DictConfig, OmegaConf
 from run import CONFIGS, guarded
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 def calibrate(config: DictConfig) -> None:
     """Take the statistics from a text or from a file of the authors, write them."""
+    require_keys(OmegaConf.to_container(config, resolve=False), CONFIGS, "calibrate")
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     output = Path(plain["output"])
     if output.suffix != ".safetensors":

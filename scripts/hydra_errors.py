@@ -65,6 +65,8 @@ def explain(error: BaseException, configs: Path, arguments: Sequence[str], confi
 def require_names(arguments: Sequence[str], configs: Path, config_name: str = "run") -> None:
     """Refuse what cannot be the name of an option of a group, such as null or a number; Hydra would not say whose.
 
+    Taking away a group that a run needs (`~scorer`) is refused as well.
+
     Args:
         arguments: the command line without the script's name.
         configs: folder of the configuration.
@@ -74,6 +76,10 @@ def require_names(arguments: Sequence[str], configs: Path, config_name: str = "r
         RunError: one of them.
     """
     groups = _stated(configs, config_name)[1]
+    for group in (text[1:].partition("=")[0] for text in arguments if text.startswith("~")):
+        if groups.get(group) is not None:
+            valid = ", ".join(_choices(group, configs))
+            raise RunError(f"~{group} takes away what a run needs; choose another: {group}=<choice>, one of {valid}")
     for override in _overrides_of_groups(arguments, configs):
         group = override.key_or_group
         for value in [] if override.is_delete() else _values(override):
@@ -125,9 +131,15 @@ def _missing_option(error: MissingConfigException, configs: Path) -> str:
 
 
 def _no_option(group: str, option: str, configs: Path) -> str:
+    valid = _choices(group, configs)
+    # Rows of one table share a folder, which says enough where nobody could read all of them.
+    shown = dict.fromkeys(name if "/" not in name else f"{name.partition('/')[0]}/..." for name in valid)
+    return f"there is no {group}={option}; choose one of {', '.join(shown) or 'none'}{did_you_mean(option, valid)}"
+
+
+def _choices(group: str, configs: Path) -> list[str]:
     folder = configs / group
-    valid = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-    return f"there is no {group}={option}; choose one of {', '.join(valid) or 'none'}{did_you_mean(option, valid)}"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
 def _no_key(key: str, place: str, valid: Iterable[str]) -> str:

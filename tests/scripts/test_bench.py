@@ -28,7 +28,7 @@ def test_a_wrong_kernel_is_named_and_not_timed(script, monkeypatch):
     assert "not timed, because they are wrong on this machine: compact" in outcome.err
 
 
-@pytest.mark.parametrize("override", ["bench.device=tpu", "bench.nonsense=1"])
+@pytest.mark.parametrize("override", ["bench.device=tpu", "bench.nonsense=1", "+a=1", "+bench.a=1"])
 def test_mistakes_get_one_message(script, override):
     outcome = script("bench", *SMALL, override)
     assert outcome.status == 1 and "Traceback" not in outcome.err

@@ -87,6 +87,7 @@ def test_nothing_is_overwritten(script, arguments, tmp_path):
         (["output=x.safetensors", "tokens=7"], "at least 16, got 7"),
         (["output=x.safetensors", "tokens=2000"], "at most 1024"),
         (["output=x.safetensors", "token=300"], "there is no option token; valid keys are.*did you mean 'tokens'"),
+        (["output=x.safetensors", "+tokns=300"], "there is no option tokns; valid keys are.*did you mean 'tokens'"),
         ([], "output must be given"),
     ],
 )
