@@ -4,6 +4,7 @@ The heads of single tasks and experiments have their own tests: tests/evaluation
 test_experiments.py.
 """
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ValueType
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -57,6 +57,14 @@ def test_the_commands_are_found():
     assert sum("glob(" in command for _, command in SHOWN) >= 5
 
 
+def expand_globs(words):
+    """As scripts/run.py does."""
+    spec = importlib.util.spec_from_file_location("hydra_globs", ROOT / "scripts" / "hydra_globs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.expand_globs(words, CONFIGS)
+
+
 @pytest.fixture(scope="module")
 def configs():
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -76,12 +84,9 @@ def test_a_shown_command_is_composed(place, command, configs):
 
 def chosen(word, end):
     """An override with the first or last value of its sweep."""
+    word = expand_globs([word])[0]
     (override,) = OverridesParser.create().parse_overrides([word])
     if not override.is_sweep_override():
         return word
-    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        files = [path.relative_to(CONFIGS / "experiment") for path in (CONFIGS / "experiment").rglob("*.yaml")]
-        values = sorted(override.value().filter([file.with_suffix("").as_posix() for file in files]))
-    else:
-        values = list(override.sweep_string_iterator())
+    values = list(override.sweep_string_iterator())
     return f"{override.get_key_element()}={values[end]}"

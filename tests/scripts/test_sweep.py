@@ -42,6 +42,23 @@ def test_every_combination_has_its_folder_and_its_line(script, arguments):
     assert kept == {folder: (folder / "predictions.jsonl").read_bytes() for folder in folders()}
 
 
+def test_a_glob_reaches_into_a_folder_of_options(script, arguments):
+    outcome = script("run", *arguments, "budget=40", "experiment=glob([ams_ablation/no_*,ams_ablation/full])")
+    assert outcome.status == 0, outcome.err
+    names = ("full", "no_credit", "no_mass_quotas")
+    assert rows(outcome) == {f"experiment=ams_ablation/{name}": "done" for name in names}
+
+
+@pytest.mark.parametrize(
+    "glob, valid",
+    [("ams_ablatoin/*", "did you mean 'ams_ablation/*'"), ("zz*", "those that match some: *, ams_ablation")],
+)
+def test_a_glob_that_matches_nothing_is_refused(script, arguments, glob, valid):
+    outcome = script("run", *arguments, f"experiment=glob({glob})")
+    assert outcome.status == 1 and f"experiment=glob({glob}) matches no experiment" in outcome.err
+    assert valid in outcome.err and not folders()
+
+
 def test_a_failing_job_leaves_its_traceback_and_the_others_go_on(script, arguments):
     outcome = script("run", *arguments, "budget=2,40")
     assert outcome.status == 1
