@@ -342,7 +342,8 @@ def forward_tilings(head_dim: int, top_k: int, element_bytes: int) -> list[Tilin
 def group_tilings(head_dim: int, top_k: int, element_bytes: int) -> list[Tiling]:
     """As `forward_tilings`, for the second pass."""
     if element_bytes == 4:
-        return [Tiling(64, 16, 8, 2)]
+        # Eight warps spill with 16 edges of head dim 64 on sm_80.
+        return [Tiling(64, 16, 4 if head_dim <= 64 and top_k > 8 else 8, 2)]
     return [Tiling(128, 64, 8, 3), Tiling(128, 32, 8, 3)]
 
 
