@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kvstitch.kernels.window_attention.api import window_usage_layers
 from kvstitch.views import LayerView, QueryWindow
+from kvstitch.views.queries import num_spaced
 
 MASS_PADS = ("visible_mean", "head_max", "global_max")
 POOL_EDGES = ("valid", "zero")
@@ -132,7 +133,9 @@ class _Order(NamedTuple):
 
 def _window(view: LayerView, window_tokens: int, step: int) -> QueryWindow:
     if step > 1 and view.spaced is not None:
-        return view.spaced
+        held = view.spaced
+        # A scorer may have asked for more of them.
+        return held if held.positions.shape[1] == num_spaced(step, window_tokens) else held.spaced(step, window_tokens)
     if view.queries is None:
         raise ValueError(f"the view holds no queries; this allocator needs the last {window_tokens} (see `needs`)")
     return view.queries.last(window_tokens) if step == 1 else view.queries.spaced(step, window_tokens)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from kvstitch.views import Needs, QueryStatistics, QueryWindow, Rotary
-from kvstitch.views.queries import on_grid
+from kvstitch.views.queries import num_spaced, on_grid
 
 # Queries of the first tokens point at themselves and at the attention sink; they say nothing about later ones.
 _SKIPPED_FIRST_TOKENS = 4
-# The ring that sums are made from: long enough that few steps pay for them, short enough not to be felt in memory.
-_SUMMED_AT_ONCE = 32
+# Least length of a ring that others are filled from: long enough that few steps pay for it, short enough not to be felt in
+# memory. Sums cost more to fill.
+_THINNED_AT_ONCE, _SUMMED_AT_ONCE = 16, 32
 
 
 class QueryMemory:
@@ -24,15 +25,15 @@ class QueryMemory:
     def __init__(self, needs: Needs, rotary: Rotary | None):
         self._needs = needs
         self._rotary = rotary
-        self._spaced = _SpacedQueries(needs.spaced_queries, needs.query_step) if needs.spaced_queries else None
+        # A ring that is as long holds the spaced ones, too.
+        thinned = needs.spaced_queries > needs.queries
+        self._spaced = _SpacedQueries(needs.spaced_queries, needs.query_step) if thinned else None
         self._sums = _Sums(rotary) if needs.statistics else None
         self._takers = [taker for taker in (self._spaced, self._sums) if taker is not None]
-        at_once = [_SUMMED_AT_ONCE] * needs.statistics + [needs.query_step] * (needs.spaced_queries > 0)
-        self._size = max([needs.queries, *at_once])
+        self._size = max(needs.queries, _THINNED_AT_ONCE * thinned, _SUMMED_AT_ONCE * needs.statistics)
         self._queries: Tensor | None = None
         self._positions: Tensor | None = None
         self._next = 0
-        self._untaken = 0
 
     def remember(self, query: Tensor, positions: Tensor) -> None:
         """Take in the queries `[B, Q, N, D]` of one forward; positions `[B, N]`, -1 for padding."""
@@ -43,13 +44,16 @@ class QueryMemory:
             batch, heads, _, dim = query.shape
             self._queries = query.new_zeros(batch, heads, self._size, dim)
             self._positions = positions.new_full((batch, self._size), -1)
+        elif self._queries.is_inference() and not torch.is_inference_mode_enabled():
+            # What was made in inference mode can be read outside, but not written.
+            self._queries, self._positions = self._queries.clone(), self._positions.clone()
         count = query.shape[2]
-        if self._takers:
-            if self._untaken + count > self._size:
-                self._empty_ring()
+        for taker in self._takers:
+            if taker.waiting + count > self._size:
+                self._hand_on(taker)
             if count > self._size:
-                self._hand_on(query[:, :, : -self._size], positions[:, : -self._size])
-            self._untaken += min(count, self._size)
+                taker.add(query[:, :, : -self._size], positions[:, : -self._size])
+            taker.waiting += min(count, self._size)
         if count >= self._size:
             self._queries.copy_(query[:, :, -self._size :])
             self._positions.copy_(positions[:, -self._size :])
@@ -77,10 +81,15 @@ class QueryMemory:
         return QueryWindow(queries, positions).last(self._needs.queries)
 
     def spaced(self) -> QueryWindow | None:
-        """`QueryWindow.spaced` of all queries so far; None if such are not kept."""
-        if self._spaced is None or self._queries is None:
+        """`QueryWindow.spaced` of all queries so far; None if such are not asked for.
+
+        The newest is that of the last column, which in a row padded on the right is none.
+        """
+        if self._needs.spaced_queries == 0 or self._queries is None:
             return None
-        self._empty_ring()
+        if self._spaced is None:
+            return self.window().spaced(self._needs.query_step, self._needs.spaced_queries)
+        self._hand_on(self._spaced, but=1)
         newest = (self._next - 1) % self._size
         return self._spaced.with_newest(self._queries[:, :, newest, None], self._positions[:, newest, None])
 
@@ -88,7 +97,7 @@ class QueryMemory:
         """Sums over every query so far; None if they were not asked for."""
         if self._sums is None or self._queries is None:
             return None
-        self._empty_ring()
+        self._hand_on(self._sums)
         return self._sums.total()
 
     def fresh(self) -> "QueryMemory":
@@ -118,24 +127,24 @@ class QueryMemory:
         self._queries[:, :, start : start + query.shape[2]] = query
         self._positions[:, start : start + query.shape[2]] = positions
 
-    def _empty_ring(self) -> None:
-        """Hand on the ring's entries that were not handed on yet."""
-        newest = torch.arange(self._next - self._untaken, self._next, device=self._positions.device) % self._size
-        self._untaken = 0
-        self._hand_on(self._queries[:, :, newest], self._positions[:, newest])
-
-    def _hand_on(self, query: Tensor, positions: Tensor) -> None:
-        for taker in self._takers:
-            taker.add(query, positions)
+    def _hand_on(self, taker: "_SpacedQueries | _Sums", but: int = 0) -> None:
+        """Give the ring's entries that wait for it, all but the newest few."""
+        waiting = torch.arange(self._next - taker.waiting, self._next - but, device=self._positions.device) % self._size
+        taker.add(self._queries[:, :, waiting], self._positions[:, waiting])
+        taker.waiting = but
 
 
 class _SpacedQueries:
-    """The newest `ceil(tokens / step)` queries whose positions are on the grid of `QueryWindow.spaced`."""
+    """The newest queries whose positions are on the grid of `QueryWindow.spaced`, one fewer than that gives.
+
+    waiting: newest entries of the ring that were not handed on yet.
+    """
 
     def __init__(self, tokens: int, step: int):
+        self.waiting = 0
         self._tokens = tokens
         self._step = step
-        self._count = -(-tokens // step)
+        self._count = num_spaced(step, tokens) - 1
         self._held: QueryWindow | None = None
 
     def add(self, query: Tensor, positions: Tensor) -> None:
@@ -153,23 +162,26 @@ class _SpacedQueries:
         self._held = self._newest(QueryWindow(rotated, torch.cat([self._held.positions, arrived.positions], dim=1)))
 
     def with_newest(self, query: Tensor, position: Tensor) -> QueryWindow:
-        """What is held, no older than `tokens`, and the newest query, once."""
-        held = self._held.positions
-        held = held.masked_fill((held <= position - self._tokens) | (held == position), -1)
+        """What is held, no older than `tokens`, and the newest query, which was not handed on."""
+        held = self._held.positions.masked_fill(self._held.positions <= position - self._tokens, -1)
         return QueryWindow(torch.cat([self._held.rotated, query], dim=2), torch.cat([held, position], dim=1))
-
-    def _newest(self, window: QueryWindow) -> QueryWindow:
-        return window.newest_of(on_grid(window.positions, self._step), self._count)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._held is not None:
             self._held = QueryWindow(function(self._held.rotated), function(self._held.positions))
 
+    def _newest(self, window: QueryWindow) -> QueryWindow:
+        return window.newest_of(on_grid(window.positions, self._step), self._count)
+
 
 class _Sums:
-    """Running sums over queries before RoPE."""
+    """Running sums over queries before RoPE.
+
+    waiting: newest entries of the ring that were not handed on yet.
+    """
 
     def __init__(self, rotary: Rotary):
+        self.waiting = 0
         self._rotary = rotary
         self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 

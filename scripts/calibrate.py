@@ -28,6 +28,9 @@ def calibrate(config: DictConfig) -> None:
     """Take the statistics from a text or from a file of the authors, write them."""
     require_keys(OmegaConf.to_container(config, resolve=False), CONFIGS, "calibrate")
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    for option in ("output", "text", "authors_file"):
+        if not isinstance(plain[option], str) and (option == "output" or plain[option] is not None):
+            raise RunError(f"{option} must be the name of a file, got {plain[option]!r}")
     output = Path(plain["output"])
     if output.suffix != ".safetensors":
         raise RunError(f"output must end in .safetensors, got {plain['output']}")

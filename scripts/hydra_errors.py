@@ -75,11 +75,13 @@ def require_names(arguments: Sequence[str], configs: Path, config_name: str = "r
     Raises:
         RunError: one of them.
     """
-    groups = _stated(configs, config_name)[1]
-    for group in (text[1:].partition("=")[0] for text in arguments if text.startswith("~")):
-        if groups.get(group) is not None:
-            valid = ", ".join(_choices(group, configs))
-            raise RunError(f"~{group} takes away what a run needs; choose another: {group}=<choice>, one of {valid}")
+    stated, groups = _stated(configs, config_name)
+    for key in (text[1:].partition("=")[0] for text in arguments if text.startswith("~")):
+        if groups.get(key) is not None:
+            valid = ", ".join(_choices(key, configs))
+            raise RunError(f"~{key} leaves no {key} chosen; name another instead: {key}=<choice>, one of {valid}")
+        if key in stated and key not in groups:
+            raise RunError(_taken_away(key))
     for override in _overrides_of_groups(arguments, configs):
         group = override.key_or_group
         for value in [] if override.is_delete() else _values(override):
@@ -116,7 +118,7 @@ def require_keys(plain: Mapping[str, Any], configs: Path, config_name: str = "ru
 def _require_stated(stated: Mapping[str, Any], plain: Mapping[str, Any], parent: str = "") -> None:
     for key, value in stated.items():
         if key not in plain:
-            raise RunError(f"{parent}{key} was taken away, but a run needs it: give it a value instead")
+            raise RunError(_taken_away(f"{parent}{key}"))
         if isinstance(value, Mapping):
             if not isinstance(plain[key], Mapping):
                 raise RunError(f"{key} is no option but holds some: {', '.join(map(str, value))}; got {plain[key]!r}")
@@ -145,6 +147,10 @@ def _choices(group: str, configs: Path) -> list[str]:
 def _no_key(key: str, place: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     return f"there is no option {key}; {place} {', '.join(valid)}{did_you_mean(key.rpartition('.')[2], valid)}"
+
+
+def _taken_away(key: str) -> str:
+    return f"{key} was taken away, but it is needed: give it a value instead"
 
 
 def _nothing_chosen(group: str) -> str:

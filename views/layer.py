@@ -26,9 +26,9 @@ class LayerView:
         layer_idx: index of the decoder layer.
         num_layers: decoder layers of the model.
         queries: recent queries, if `Needs.queries` asked for them.
-        spaced: every so-manieth of a longer stretch, if `Needs.spaced_queries` asked for them.
         statistics: running sums, if `Needs.statistics` asked for them.
         rotary: the model's RoPE for this layer, if `Needs.rotary` asked for it.
+        spaced: every so-manieth of a longer stretch, if `Needs.spaced_queries` asked for them.
     """
 
     keys: Float[Tensor, "B H T D"]
@@ -40,6 +40,6 @@ class LayerView:
     layer_idx: int
     num_layers: int
     queries: QueryWindow | None = None
-    spaced: QueryWindow | None = None
     statistics: QueryStatistics | None = None
     rotary: Rotary | None = None
+    spaced: QueryWindow | None = None

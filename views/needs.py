@@ -9,17 +9,17 @@ class Needs:
 
     Args:
         queries: how many of the most recent queries to keep (0: none).
-        spaced_queries: over how many of the most recent positions every `query_step`-th query is kept (0: none).
-        query_step: distance of those queries; see `QueryWindow.spaced`.
         statistics: whether running sums over every query seen are kept.
         rotary: whether queries or keys are turned to other positions, so that the RoPE must be one we can evaluate.
+        spaced_queries: over how many of the most recent positions every `query_step`-th query is kept (0: none).
+        query_step: distance of those queries; see `QueryWindow.spaced`.
     """
 
     queries: int = 0
-    spaced_queries: int = 0
-    query_step: int = 1
     statistics: bool = False
     rotary: bool = False
+    spaced_queries: int = 0
+    query_step: int = 1
 
     def __or__(self, other: "Needs") -> "Needs":
         """The least that satisfies both.

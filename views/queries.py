@@ -36,16 +36,17 @@ class QueryWindow:
         return QueryWindow(self.rotated[:, :, -count:], self.positions[:, -count:])
 
     def spaced(self, step: int, tokens: int) -> "QueryWindow":
-        """Of the last `tokens` positions of each row the queries at every `step`-th, and the newest one.
+        """Of the last `tokens` positions of each row the newest query and, before it, those at every `step`-th.
 
         Which positions count does not depend on the present one: query p is among them if p + 1 is a multiple of `step`.
-        So a few can be kept as they come, and a row is what it is without its padding.
+        So a few can be kept as they come, and a row is what it is without its padding. Positions that leave gaps may leave
+        out those that count.
 
-        Returns: at most `ceil(tokens / step) + 1` queries a row, oldest first; position -1 where a row has fewer.
+        Returns: `ceil(tokens / step)` queries a row, oldest first; position -1 where a row has fewer.
         """
         newest = self.positions.amax(dim=1, keepdim=True)
-        chosen = on_grid(self.positions, step) | (self.positions == newest)
-        return self.newest_of(chosen & (self.positions > newest - tokens), -(-tokens // step) + 1)
+        chosen = (on_grid(self.positions, step) | (self.positions == newest)) & (self.positions > newest - tokens)
+        return self.newest_of(chosen, num_spaced(step, tokens))
 
     def newest_of(self, chosen: Bool[Tensor, "B W"], count: int) -> "QueryWindow":
         """The newest `count` of the chosen queries of each row, oldest first; position -1 where a row has fewer."""
@@ -55,6 +56,11 @@ class QueryWindow:
         _, heads, _, dim = self.rotated.shape
         rotated = self.rotated.gather(2, place[:, None, :, None].expand(-1, heads, -1, dim))
         return QueryWindow(rotated, self.positions.gather(1, place).masked_fill(ranked < 0, -1))
+
+
+def num_spaced(step: int, tokens: int) -> int:
+    """Queries of `QueryWindow.spaced`."""
+    return -(-tokens // step)
 
 
 def on_grid(positions: Int64[Tensor, "..."], step: int) -> Bool[Tensor, "..."]:

@@ -80,9 +80,9 @@ def test_a_step_with_a_mask(llama, random_tokens, key_hash, shaped_topk, pad, mo
 
 FEW = dict(num_sinks=1, num_recent=2)
 # What remembers queries, after how many tokens its ring has turned, and the queries that are touched then: the ring's, beside
-# the sixteen that are kept of every eighth.
+# the fifteen that are kept of every eighth.
 REMEMBERING = {
-    "tova": (TOVA(), SegmentQuota(**FEW), 8, 8 + 16),
+    "tova": (TOVA(), SegmentQuota(**FEW), 16, 16 + 15),
     "triattention": (TriAttention(), GlobalTopK(**FEW), 32, 32),
 }
 STEPS, ROWS, QUERY_HEADS, HEAD_DIM = 70, 2, 4, 16

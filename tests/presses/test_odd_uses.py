@@ -79,12 +79,15 @@ def test_a_cache_that_brings_no_queries_waits_for_them(llama, random_tokens, sco
     assert run.num_events >= 1 and run.stored_tokens[0] <= 28
 
 
-def test_a_cache_filled_in_inference_mode_goes_on_outside(llama, random_tokens):
+@pytest.mark.parametrize("allocator", [TOPK, SegmentQuota(num_sinks=1, num_recent=2)], ids=["topk", "ams"])
+@pytest.mark.parametrize("compress_prompt", [False, True])
+def test_a_cache_filled_in_inference_mode_goes_on_outside(llama, random_tokens, allocator, compress_prompt):
+    """An event makes new storage, the remembered queries stay what they were."""
     ids = random_tokens(1, 50)
     logits = []
     for inside in (True, False):
         cache = DynamicCache(config=llama.config)
-        with EvictionPress(TOVA(), TOPK, 16, interval=6)(llama):
+        with EvictionPress(TOVA(), allocator, 16, interval=6, compress_prompt=compress_prompt)(llama):
             if inside:
                 with torch.inference_mode():
                     llama(ids[:, :30], past_key_values=cache, use_cache=True)

@@ -87,18 +87,19 @@ def test_any_stretch_and_distance(tokens_back, step):
 
 
 def on_the_grid(positions, needs):
-    """Columns of one row that are to be held, and the newest."""
-    newest = int(positions[-1])
+    """The newest column of one row, and those before it that are to be held."""
+    newest, count = int(positions[-1]), -(-needs.spaced_queries // needs.query_step)
     near = [column for column, place in enumerate(positions.tolist()) if place > newest - needs.spaced_queries]
-    return [
+    held = [
         c for c in near if positions[c] >= 0 and ((positions[c] + 1) % needs.query_step == 0 or c == len(positions) - 1)
     ]
+    return held[-count:]
 
 
 def require_spaced(memory, rotated, positions):
     """Against all queries so far, by columns."""
     spaced = memory.spaced()
-    assert spaced.positions.shape == (2, 6)
+    assert spaced.positions.shape == (2, 5)
     whole = QueryWindow(rotated, positions).spaced(memory._needs.query_step, memory._needs.spaced_queries)
     for row in range(2):
         columns, held = on_the_grid(positions[row], memory._needs), spaced.valid[row]
@@ -136,8 +137,35 @@ def test_right_padding_hides_no_query():
     rotated = ROTARY.rotate(plain, positions.clamp(min=0))
     memory.remember(rotated, positions)
     spaced = memory.spaced()
-    assert spaced.positions[1].tolist() == [11, 15, 19, 23, 27, -1]
-    assert torch.equal(spaced.rotated[1, :, :5], rotated[1, :, 11:28:4])
+    assert spaced.positions[1].tolist() == [15, 19, 23, 27, -1]
+    assert torch.equal(spaced.rotated[1, :, :4], rotated[1, :, 15:28:4])
+
+
+@pytest.mark.parametrize("queries, held", [(20, 20), (25, 25), (3, 16 + 4)])
+def test_what_the_ring_holds_is_not_held_twice(queries, held):
+    memory = QueryMemory(Needs(queries=queries, spaced_queries=20, query_step=4), ROTARY)
+    plain, positions = tokens(60, pad=(0, 0))
+    for start in range(0, 60, 3):
+        memory.remember(plain[:, :, start : start + 3], positions[:, start : start + 3])
+        require_spaced(memory, plain[:, :, : start + 3], positions[:, : start + 3])
+    own = [memory._queries] + ([] if memory._spaced is None else [memory._spaced._held.rotated])
+    assert sum(tensor.shape[2] for tensor in own) == held
+
+
+def test_a_ring_made_in_inference_mode_goes_on_outside():
+    memory = QueryMemory(SPACED, ROTARY)
+    plain, positions = tokens(60, pad=(0, 0))
+    with torch.inference_mode():
+        memory.remember(plain[:, :, :50].clone(), positions[:, :50].clone())
+    for column in range(50, 60):
+        memory.remember(plain[:, :, column : column + 1], positions[:, column : column + 1])
+    require_spaced(memory, plain, positions)
+
+
+def test_the_ring_is_no_longer_than_it_must_be():
+    memory = QueryMemory(Needs(spaced_queries=16, query_step=200_000), ROTARY)
+    feed(memory, *tokens(30), [30])
+    assert memory._queries.shape[2] == 16
 
 
 def test_rows_follow_batch_operations():

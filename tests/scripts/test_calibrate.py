@@ -88,6 +88,10 @@ def test_nothing_is_overwritten(script, arguments, tmp_path):
         (["output=x.safetensors", "tokens=2000"], "at most 1024"),
         (["output=x.safetensors", "token=300"], "there is no option token; valid keys are.*did you mean 'tokens'"),
         (["output=x.safetensors", "+tokns=300"], "there is no option tokns; valid keys are.*did you mean 'tokens'"),
+        (["output=5"], "output must be the name of a file, got 5"),
+        (["output=null"], "output must be the name of a file, got None"),
+        (["output=x.safetensors", "text=[a]"], r"text must be the name of a file, got \['a'\]"),
+        (["output=x.safetensors", "~text"], "text was taken away, but it is needed"),
         ([], "output must be given"),
     ],
 )
