@@ -1,4 +1,5 @@
-"""`bench=kernels` where Hydra is not installed, and kvstitch perhaps neither: it needs torch, triton and transformers only."""
+"""`bench=kernels` where Hydra is not installed, and kvstitch perhaps neither: it needs torch, triton, transformers,
+jaxtyping and scipy."""
 
 import importlib.util
 import sys

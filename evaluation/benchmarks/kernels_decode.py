@@ -21,13 +21,13 @@ from kvstitch.presses.retrieval import RetrievalPress
 from kvstitch.scorers import TOVA, KeyNorm
 from kvstitch.views import LayerView
 
-# Operators that a contestant's decode steps run.
+# Operators that a contestant runs: in its decode steps, or before them to put its storage in order.
 USES = {
     "dense": (),
     "folded": (),
-    "query_group": ("sparse_decode",),
+    "query_group": ("sparse_decode", "compact"),
     "per_head": ("sparse_decode",),
-    "paper_query_group": ("sparse_decode", "community_update"),
+    "paper_query_group": ("sparse_decode", "compact", "community_update"),
     "paper_per_head": ("sparse_decode", "community_update"),
     "ams": ("segment_quota", "compact"),
     "rest": (),

@@ -60,7 +60,7 @@ def community_update(
         slot: slot of the token, not labelled yet; -1 leaves the row untouched (padding, a finished row).
         edge_slots: where the token attends; -1, and slots without a label, are ignored. The token's own slot may be
             among them.
-        edge_weights: attention weights that go with them.
+        edge_weights: attention weights that go with them; one that is not finite is no edge.
         resolution: gamma of the modularity.
         direct_share: lambda; the share of direct attention in the graph's weights, the rest is co-attention.
         impl: "auto" (Triton on CUDA tensors), "triton", "reference".

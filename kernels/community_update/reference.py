@@ -50,7 +50,7 @@ def _read_edges(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention to labelled neighbours (0 elsewhere) and `[B, H, 1]` to the token itself; labels of the neighbours (0
     elsewhere), and which edges lead to one: none in a row that is left untouched."""
-    edge_weights = edge_weights.float()
+    edge_weights = edge_weights.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     own = (edge_weights * (edge_slots == slot[:, None, None])).sum(-1, keepdim=True)
     label = labels.gather(2, edge_slots.long().clamp(min=0))
     neighbour = (edge_slots >= 0) & (label >= 0) & (slot >= 0)[:, None, None]

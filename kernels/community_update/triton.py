@@ -50,6 +50,8 @@ def _community_update_kernel(
         m_d = o_d < HEAD_DIM
         b_slot = tl.load(edge_slots + i_bh * EDGES + o_e, mask=m_e, other=-1).to(tl.int64)
         b_weight = tl.load(edge_weights + i_bh * EDGES + o_e, mask=m_e, other=0.0).to(tl.float32)
+        # What is not finite is no edge; it is the only value that does not vanish when taken from itself.
+        b_weight = tl.where(b_weight - b_weight == 0, b_weight, 0.0)
         p_labels = labels + i_b * stride_lb + i_h * stride_lh
         is_own = (b_slot == token) & m_e
         m_read = (b_slot >= 0) & (b_slot < num_slots)
@@ -72,7 +74,7 @@ def _community_update_kernel(
         b_gain = tl.where(m_neighbour, b_gain, float("-inf"))
 
         best = tl.max(b_gain, 0)
-        best_label = tl.min(tl.where(m_neighbour & (b_gain == best), b_label, 0x7FFFFFFF), 0)
+        best_label = tl.min(tl.where(m_neighbour & ((b_gain < best) == 0), b_label, 0x7FFFFFFF), 0)
         num_communities = tl.load(count + i_bh)
         full = num_communities >= capacity
         joins = (best > 0) | (full & (tl.max(m_neighbour.to(tl.int32), 0) > 0))

@@ -70,7 +70,7 @@ def _cuts(prefix: Tensor, rank: Tensor | None, rules: SegmentRules) -> Tensor:
     ends = crossing + 1 if rank is None else rank.gather(-1, crossing.clamp_(max=slots - 1))
     if rules.boundary == "include":
         return ends
-    last = slots - 1 if rank is None else rank[..., -1:] - 1
+    last = slots - 1 if rank is None else (rank[..., -1:] - 1).clamp(min=0)
     return (ends - 1).clamp(min=1).clamp(max=last)
 
 

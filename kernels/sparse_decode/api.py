@@ -66,6 +66,8 @@ def sparse_decode(
             "slots must hold one list per kv head, per query head, or a number between that divides evenly; got "
             f"{selections} lists for {heads} kv heads and {query_heads} query heads"
         )
+    if slots.shape[2] == 0:
+        raise ValueError("slots must have at least one column; -1 stands for no slot")
     if top_k < 0 or first_candidate < 0:
         raise ValueError(f"top_k and first_candidate must not be negative, got {top_k} and {first_candidate}")
     if softcap is not None and softcap <= 0:

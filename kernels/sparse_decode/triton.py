@@ -211,8 +211,9 @@ def sparse_decode_triton(
     query, slots = query.contiguous(), slots.contiguous()
     selections, num_slots = slots.shape[1:]
     rows = query_heads // selections
-    # Of wide rows fewer at a time: sm_80 spills with 32 of 256 float32 numbers.
-    block_n = min(block_n, 64 >> ((query.element_size() == 4) + (head_dim > 128)))
+    # Wide slots and many query heads fill the registers: sm_80 spills with 32 float32 slots of 256 numbers, sm_90 with 32 of
+    # 128 for 32 heads.
+    block_n = min(block_n, max(16, 64 >> ((query.element_size() == 4) + (head_dim > 128) + (rows > 16))))
     splits = num_splits or _choose_splits(batch * selections, num_slots, block_n, query.device)
     split_slots = triton.cdiv(triton.cdiv(num_slots, block_n), splits) * block_n
     splits = triton.cdiv(num_slots, split_slots)

@@ -26,7 +26,8 @@ class TopKEdges(NamedTuple):
 
     `weights` `[B, H, N, k]` (`[B, Q, N, k]` per head) float32 (float64 for float64 inputs): softmax over all visible
     keys, sinks included, never renormalised over what is kept. `indices` int32: column of `key`; -1, with weight 0,
-    where a query sees fewer than k keys outside the sinks or the weight is exactly zero in float32.
+    where a query sees fewer than k keys outside the sinks or the weight is exactly zero in float32. A query that sees a NaN
+    has no meaningful edges.
     """
 
     weights: Tensor

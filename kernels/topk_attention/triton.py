@@ -393,7 +393,9 @@ def _launch_group(query, key, logsumexp, lists, scaling, num_sinks, first_key, s
     top_k = lists[0].shape[-1]
     tiling = tiling or group_tilings(head_dim, top_k, query.element_size())[0]
     group_rows = next_power_of_two(query_heads // heads)
-    _group_topk_fwd_kernel[(triton.cdiv(num_queries * group_rows, tiling.block_m), batch * heads)](
+    # At least one query a tile, with all of its heads.
+    block_m = max(tiling.block_m, group_rows)
+    _group_topk_fwd_kernel[(triton.cdiv(num_queries * group_rows, block_m), batch * heads)](
         query,
         key,
         logsumexp,
@@ -414,7 +416,7 @@ def _launch_group(query, key, logsumexp, lists, scaling, num_sinks, first_key, s
         HAS_SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query),
         GROUP_ROWS=group_rows,
-        BLOCK_M=tiling.block_m,
+        BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         K=max(2, next_power_of_two(top_k)),

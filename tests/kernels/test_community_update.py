@@ -142,6 +142,37 @@ def test_an_untouched_row_keeps_everything():
     assert_same(found, before, tolerance=0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_no_edge(value, run_triton):
+    """Also where no room is left, so that the token must join somebody."""
+    key, slot, edge_slots, edge_weights, resolution, share = next(tokens(1))
+    broken, without = edge_weights.clone(), edge_weights.clone()
+    broken[..., 0], without[..., 0] = value, 0.0
+    for count in (3, state().sizes.shape[2]):
+        expected = state()
+        expected.count.fill_(count)
+        found = copy(expected, torch.float32)
+        before = copy(expected, torch.float32)
+        want = community_update(expected, key, slot, edge_slots, without, resolution, share)
+        assert torch.equal(community_update(found, key, slot, edge_slots, broken, resolution, share), want)
+        assert_same(found, expected, tolerance=0)
+        ran = run_triton(community_update, before, key, slot, edge_slots, broken, resolution, share)
+        assert torch.equal(ran.result, want)
+        assert_same(ran.arguments[0], expected)
+
+
+def test_degrees_that_are_not_finite_lead_to_no_wrong_place(run_triton):
+    """What is chosen means nothing, but it is a community."""
+    for count in (3, state().sizes.shape[2]):
+        broken = state()
+        broken.count.fill_(count)
+        broken.degrees.fill_(float("nan"))
+        arguments = next(tokens(1))
+        chosen = run_triton(community_update, copy(broken, torch.float32), *arguments).result
+        assert ((chosen >= 0) & (chosen < broken.sizes.shape[2])).all()
+        assert torch.equal(chosen, community_update(broken, *arguments))
+
+
 def test_what_lies_past_the_edges_does_not_matter():
     """The update reads E labels: neither a longer sequence nor other labels change it."""
     short, long = state(), state(length=500)

@@ -58,6 +58,17 @@ def test_one_query(num_keys, way, run_triton):
     assert (found.indices[..., 1:] == -1).all() and (found.indices[..., 0] == (1 if num_keys == 2 else -1)).all()
 
 
+def test_more_heads_in_a_group_than_rows_in_a_tile(run_triton):
+    """71 heads over one kv head, as Falcon-7B."""
+    query, key = few_keys(1, 71, 1, 5, 9, 16)
+    options = dict(scaling=0.25, top_k=4, num_sinks=1)
+    found = run_triton(topk_attention, query, key, key, **options).result
+    expected = topk_attention(query, key, key, **options)
+    torch.testing.assert_close(found.output, expected.output)
+    torch.testing.assert_close(found.weights, expected.weights)
+    assert torch.equal(found.indices, expected.indices)
+
+
 def test_nothing_but_sinks_gives_no_edges(run_triton):
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(1, 2, 20, 16, generator=generator), torch.randn(1, 1, 20, 16, generator=generator)

@@ -53,6 +53,10 @@ CASES = {
     "nothing to evict": (SegmentQuota(**SMALL, **CUTS), dict(slots=20, keep=25)),
     "empty slots": (SegmentQuota(**SMALL, **CUTS), dict(slots=70, keep=20, filled=0.6)),
     "empty slots, reference": (SegmentQuota.reference(**SMALL, **CUTS), dict(slots=70, keep=20, filled=0.6)),
+    "an empty long head, cuts as the public code": (
+        SegmentQuota.reference(**SMALL, **CUTS, must_keep="first_separate"),
+        dict(slots=30, keep=20, filled=0.0),
+    ),
     "an empty head": (SegmentQuota(**SMALL, **CUTS), dict(slots=30, keep=20, filled=0.0)),
     "even evidence": (SegmentQuota(**SMALL, **CUTS), dict(slots=60, keep=20, kind="even", credit=0)),
     "no evidence": (SegmentQuota(**SMALL, **CUTS), dict(slots=60, keep=20, kind="none")),
@@ -102,19 +106,21 @@ def test_triton_equals_the_torch_path(name, run_triton, assert_same_plan):
     assert torch.equal(found, segment_select(scores, *tensors, valid, **options))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_triton_replays_the_public_code(number, run_triton):
-    """First events of two golden cases, of 192 and of 1024 slots."""
-    case = next(case for case in json.loads((GOLDEN / "ams_reference.json").read_text()) if case["case"] == number)
+@pytest.mark.parametrize("event", [0, 1])
+@pytest.mark.parametrize("number", range(24))
+def test_triton_replays_the_public_code(number, event, run_triton):
+    """Both events of every golden case, the second with the credit of the first."""
+    case = json.loads((GOLDEN / "ams_reference.json").read_text())[number]
     arrays = np.load(GOLDEN / "ams_reference.npz")
-    usage, scores, indices = (torch.from_numpy(arrays[f"c{number}_e0_{x}"]) for x in ("usage", "scores", "indices"))
+    read = lambda name, event=event: torch.from_numpy(arrays[f"c{case['case']}_e{event}_{name}"])
+    usage, credit = read("usage"), read("credit", 0) if event else None
     rules = SegmentQuota.reference(**{NAMES[name]: value for name, value in case["params"].items()})._rules
     keep = torch.full((usage.shape[0],), case["keep"])
-    plan = run_triton(segment_plan, usage, None, keep, case["keep"], None, rules).result
-    for head, quotas in enumerate(case["events"][0]["quotas"]):
+    plan = run_triton(segment_plan, usage, credit, keep, case["keep"], None, rules).result
+    for head, quotas in enumerate(case["events"][event]["quotas"]):
         assert plan.quotas[0, head, : len(quotas)].tolist() == quotas
     tensors, options = selection_of(plan, rules, case["keep"])
-    assert torch.equal(run_triton(segment_select, scores, *tensors, None, **options).result, indices)
+    assert torch.equal(run_triton(segment_select, read("scores"), *tensors, None, **options).result, read("indices"))
 
 
 def test_heads_longer_than_a_tile(run_triton, assert_same_plan):

@@ -1,19 +1,12 @@
-"""The kernels of mass segments against the torch path, with rules drawn at random and on later events of golden cases."""
+"""The kernels of mass segments against the torch path, with rules drawn at random."""
 
-import json
 import random
-from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from kvstitch.kernels.segment_quota.api import segment_plan, segment_select
 from kvstitch.kernels.segment_quota.rules import SegmentRules
-from kvstitch.kernels.segment_quota.workload import REFERENCE_RULES
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def any_rules(draw):
@@ -72,32 +65,3 @@ def test_triton_equals_the_torch_path_whatever_the_rules(seed, run_triton, asser
     limits = (expected.slot_edges, expected.quotas, expected.num_first, expected.first_recent)
     arguments = (scores, *limits, valid, rules.must_keep, width)
     assert torch.equal(run_triton(segment_select, *arguments).result, segment_select(*arguments))
-
-
-@pytest.mark.parametrize("number", [20, 35])
-def test_triton_replays_the_second_events_of_the_public_code(number, run_triton):
-    """With the credit of the first; one head of a golden case with another seed, one without any evidence."""
-    case = next(case for case in json.loads((GOLDEN / "ams_reference.json").read_text()) if case["case"] == number)
-    arrays = np.load(GOLDEN / "ams_reference.npz")
-    head = lambda event, name: torch.from_numpy(arrays[f"c{number}_e{event}_{name}"])[:, :1]
-    given = case["params"]
-    rules = replace(
-        REFERENCE_RULES,
-        segment_mass=given["segment_mass"],
-        min_segment_tokens=given["min_seg_len"],
-        max_segment_tokens=given["max_seg_len"],
-        min_keep_tokens=given["min_keep_per_segment"],
-        num_sinks=given["n_sink"],
-        num_recent=given["always_keep_last"],
-        credit=given["use_credit"],
-        credit_decay=given["credit_decay"],
-        credit_mix=given["mix_beta"],
-    )
-    keep = torch.tensor([case["keep"]])
-    options = (head(1, "usage"), head(0, "credit"), keep, case["keep"], None, rules)
-    plan = run_triton(segment_plan, *options).result
-    quotas = case["events"][1]["quotas"][0]
-    assert plan.quotas[0, 0, : len(quotas)].tolist() == quotas
-    limits = (plan.slot_edges, plan.quotas, plan.num_first, plan.first_recent)
-    found = run_triton(segment_select, head(1, "scores"), *limits, None, "after", case["keep"]).result
-    assert torch.equal(found, head(1, "indices"))

@@ -133,6 +133,8 @@ TRITON_CASES = {
     "bfloat16, dim 128": (torch.bfloat16, dict(shape=(1, 8, 2, 150, 128, 2, 65), top_k=8)),
     "float32, dim 96": (torch.float32, dict(shape=(1, 5, 1, 90, 96, 1, 33), softcap=0.7, top_k=2)),
     "bfloat16, dim 256": (torch.bfloat16, dict(shape=(1, 2, 2, 80, 256, 2, 40), sink_logits=torch.tensor([0.5, 2.0]))),
+    "float32, dim 256": (torch.float32, dict(shape=(1, 5, 1, 60, 256, 1, 37), top_k=2)),
+    "many heads": (torch.float32, dict(shape=(1, 20, 1, 60, 64, 1, 37), top_k=2)),
     "each query head its own": (torch.float32, dict(shape=(2, 4, 2, 90, 16, 4, 50), top_k=3)),
 }
 
@@ -190,6 +192,8 @@ def test_refusals():
     query, keys, values, slots = inputs(1, 6, 2, 30, 8, 2, 6)
     with pytest.raises(ValueError, match="got 3 lists for 2 kv heads and 6 query heads"):
         sparse_decode(query, keys, values, slots[:, :1].expand(-1, 3, -1), SCALING)
+    with pytest.raises(ValueError, match="at least one column; -1 stands for no slot"):
+        sparse_decode(query, keys, values, slots[..., :0], SCALING)
     with pytest.raises(ValueError, match="must not be negative, got -1 and 0"):
         sparse_decode(query, keys, values, slots, SCALING, top_k=-1)
     with pytest.raises(ValueError, match="softcap must be positive, or None for none, got 0"):
