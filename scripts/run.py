@@ -18,8 +18,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
+from hydra_arguments import prepare
 from hydra_errors import explain, require_keys, require_names
-from hydra_globs import expand_globs
 from hydra_plugins.kvstitch_ray import RayLauncher
 from hydra_plugins.kvstitch_sweeper import TableSweeper
 from omegaconf import DictConfig, OmegaConf
@@ -173,7 +173,7 @@ def _full_story(error: BaseException) -> str:
 def guarded(action: Callable[[], None], config_name: str = "run") -> int:
     """Exit status of an action: 0 done, 1 refused or failed. An error of the user's gets one message, a bug its traceback."""
     try:
-        sys.argv[1:] = expand_globs(sys.argv[1:], CONFIGS)
+        sys.argv[1:] = prepare(sys.argv[1:], CONFIGS)
         require_names(sys.argv[1:], CONFIGS, config_name)
         action()
     except Exception as error:

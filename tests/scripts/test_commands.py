@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -57,12 +59,12 @@ def test_the_commands_are_found():
     assert sum("glob(" in command for _, command in SHOWN) >= 5
 
 
-def expand_globs(words):
+def prepare(words):
     """As scripts/run.py does."""
-    spec = importlib.util.spec_from_file_location("hydra_globs", ROOT / "scripts" / "hydra_globs.py")
+    spec = importlib.util.spec_from_file_location("hydra_arguments", ROOT / "scripts" / "hydra_arguments.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.expand_globs(words, CONFIGS)
+    return module.prepare(words, CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,13 @@ def configs():
 
 @pytest.mark.parametrize(("place", "command"), SHOWN)
 def test_a_shown_command_is_composed(place, command, configs):
-    words = [word for word in shlex.split(command, comments=True) if word not in ("-m", "--help")]
+    words = prepare(shlex.split(command, comments=True))
+    flags = {word for word in words if word.startswith("-")}
+    words = [word for word in words if word not in flags]
+    if "-m" in flags:
+        # What Hydra composes before the jobs.
+        loader = GlobalHydra.instance().config_loader()
+        loader.load_configuration("run", words, run_mode=RunMode.MULTIRUN)
     for job in {tuple(chosen(word, end) for word in words) for end in (0, -1)}:
         config = compose("run", overrides=list(job))
         # Nothing is left for the reader to find out.
@@ -84,7 +92,6 @@ def test_a_shown_command_is_composed(place, command, configs):
 
 def chosen(word, end):
     """An override with the first or last value of its sweep."""
-    word = expand_globs([word])[0]
     (override,) = OverridesParser.create().parse_overrides([word])
     if not override.is_sweep_override():
         return word

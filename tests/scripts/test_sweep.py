@@ -49,6 +49,20 @@ def test_a_glob_reaches_into_a_folder_of_options(script, arguments):
     assert rows(outcome) == {f"experiment=ams_ablation/{name}": "done" for name in names}
 
 
+def test_a_value_may_belong_to_what_is_swept_over(script, arguments, tmp_path):
+    """The default task, which Hydra composes before the jobs, has no path."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 17}" for i in range(900)))
+    own = [a for a in arguments if not a.startswith(("task", "allocator."))]
+    rows_of_a_table = "experiment=community_ablation/full,community_ablation/chunks"
+    task = [f"task.path={text}", "task.length=200", "task.prefill_tokens=180", "task.num_samples=1"]
+    outcome = script("run", *own, rows_of_a_table, "budget=64", "decode_tokens=20", *task)
+    assert outcome.status == 0, outcome.err
+    assert list(rows(outcome).values()) == ["done", "done"]
+    outcome = script("run", *own, rows_of_a_table, "budget=64", "task.pth=x", *task)
+    assert outcome.status == 1 and "there is no option task.pth" in outcome.err and "did you mean 'path'" in outcome.err
+
+
 @pytest.mark.parametrize(
     "glob, valid",
     [("ams_ablatoin/*", "did you mean 'ams_ablation/*'"), ("zz*", "those that match some: *, ams_ablation")],

@@ -1,0 +1,83 @@
+"""Mends two things in command lines of sweeps that Hydra does not do: globs into folders, and values that belong to a choice."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+
+from kvstitch.evaluation.records import RunError
+from kvstitch.kernels.common.spelling import did_you_mean
+
+
+def prepare(arguments: Sequence[str], configs: Path) -> list[str]:
+    """The command line as Hydra can take it; preparing it twice changes nothing.
+
+    Args:
+        arguments: the command line without the script's name.
+        configs: folder of the configuration.
+
+    Raises:
+        RunError: a glob matches nothing.
+    """
+    arguments = expand_globs(arguments, configs)
+    return leave_values_to_jobs(arguments, configs) if {"-m", "--multirun"} & set(arguments) else arguments
+
+
+def leave_values_to_jobs(arguments: Sequence[str], configs: Path) -> list[str]:
+    """Of a sweep over options of a group, every other value as a sweep of one.
+
+    Before the jobs Hydra composes what they have in common, without what is swept over. In
+    `experiment=community_ablation/full,community_ablation/fine task.path=book.txt` that is the default task, which has no
+    path. What is itself a sweep is left to the jobs.
+    """
+    parsed = {text: OverridesParser.create().parse_overrides([text])[0] for text in arguments if _is_override(text)}
+    groups = {path.name for path in configs.iterdir() if path.is_dir()}
+    if not any(override.is_sweep_override() and override.key_or_group in groups for override in parsed.values()):
+        return list(arguments)
+
+    def is_plain(text: str) -> bool:
+        override = parsed.get(text)
+        if override is None or override.is_sweep_override() or override.is_delete():
+            return False
+        key = override.key_or_group
+        return key not in groups and not key.startswith("hydra") and text.partition("=")[2] != ""
+
+    return ["{}=choice({})".format(*text.split("=", 1)) if is_plain(text) else text for text in arguments]
+
+
+def _is_override(text: str) -> bool:
+    return "=" in text and not text.startswith("-")
+
+
+def expand_globs(arguments: Sequence[str], configs: Path) -> list[str]:
+    """The command line with every glob over a group replaced by the options that it matches, as a sweep.
+
+    As for files, `*` does not reach into folders: `experiment=glob(*)` is what Hydra takes it for, and
+    `experiment=glob(ams_ablation/*)` the rows of that table.
+
+    Args:
+        arguments: the command line without the script's name.
+        configs: folder of the configuration.
+
+    Raises:
+        RunError: nothing matches.
+    """
+    return [_expanded(text, configs) if "=glob(" in text.replace(" ", "") else text for text in arguments]
+
+
+def _expanded(argument: str, configs: Path) -> str:
+    (override,) = OverridesParser.create().parse_overrides([argument])
+    pattern, folder = override.value(), configs / override.key_or_group
+    if not isinstance(pattern, Glob) or not folder.is_dir():
+        return argument
+    names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    depths = {text.count("/") for text in pattern.include}
+    chosen = pattern.filter([name for name in names if name.count("/") in depths])
+    if not chosen:
+        valid = sorted({f"{name.rpartition('/')[0]}/*" if "/" in name else "*" for name in names})
+        near = did_you_mean(pattern.include[0], valid)
+        raise RunError(
+            f"{argument} matches no {override.key_or_group}; those that match some: {', '.join(valid)}{near}"
+        )
+    return f"{override.input_line.partition('=')[0]}={','.join(chosen)}"
