@@ -97,8 +97,9 @@ class SegmentQuota(MassSegments):
     def reference(cls, **overrides: object) -> "SegmentQuota":
         """What the public code does at commit 7eb32cd with its registry's values, segment for segment and bit for bit.
 
-        Three things differ: it never hangs, `exact_target` keeps what was asked for (the public code one more for
-        about a quarter of the lengths), and rows with padding are not mixed up.
+        Four things differ: it never hangs, `exact_target` keeps what was asked for (the public code one more for
+        about a quarter of the lengths), rows with padding are not mixed up, and where 32 or fewer queries are held all of
+        them are asked (the public code leaves one out).
         """
         done = {
             "segment_mass": 0.02,

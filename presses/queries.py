@@ -81,7 +81,7 @@ class QueryMemory:
         return QueryWindow(queries, positions).last(self._needs.queries)
 
     def spaced(self) -> QueryWindow | None:
-        """`QueryWindow.spaced` of all queries so far; None if such are not asked for.
+        """`QueryWindow.spaced` of all queries so far, in any order; None if such are not asked for.
 
         The newest is that of the last column, which in a row padded on the right is none.
         """
@@ -89,7 +89,7 @@ class QueryMemory:
             return None
         if self._spaced is None:
             return self.window().spaced(self._needs.query_step, self._needs.spaced_queries)
-        self._hand_on(self._spaced, but=1)
+        self._hand_on(self._spaced)
         newest = (self._next - 1) % self._size
         return self._spaced.with_newest(self._queries[:, :, newest, None], self._positions[:, newest, None])
 
@@ -127,15 +127,19 @@ class QueryMemory:
         self._queries[:, :, start : start + query.shape[2]] = query
         self._positions[:, start : start + query.shape[2]] = positions
 
-    def _hand_on(self, taker: "_SpacedQueries | _Sums", but: int = 0) -> None:
-        """Give the ring's entries that wait for it, all but the newest few."""
-        waiting = torch.arange(self._next - taker.waiting, self._next - but, device=self._positions.device) % self._size
-        taker.add(self._queries[:, :, waiting], self._positions[:, waiting])
-        taker.waiting = but
+    def _hand_on(self, taker: "_SpacedQueries | _Sums") -> None:
+        """Give the ring's entries that wait for it."""
+        if taker is self._spaced:
+            # Those that it has already go where they are: cheaper than to pick the others.
+            taker.add(self._queries, self._positions)
+        else:
+            waiting = torch.arange(self._next - taker.waiting, self._next, device=self._positions.device) % self._size
+            taker.add(self._queries[:, :, waiting], self._positions[:, waiting])
+        taker.waiting = 0
 
 
 class _SpacedQueries:
-    """The newest queries whose positions are on the grid of `QueryWindow.spaced`, one fewer than that gives.
+    """The newest queries whose positions are on the grid of `QueryWindow.spaced`, each at a place that its position names.
 
     waiting: newest entries of the ring that were not handed on yet.
     """
@@ -144,34 +148,39 @@ class _SpacedQueries:
         self.waiting = 0
         self._tokens = tokens
         self._step = step
-        self._count = num_spaced(step, tokens) - 1
-        self._held: QueryWindow | None = None
+        self._count = num_spaced(step, tokens)
+        # One place more, for what is not kept: to write it there is cheaper than to pick the rest.
+        self._queries: Tensor | None = None
+        self._positions: Tensor | None = None
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        if self._held is None:
+        if self._queries is None:
             batch, heads, _, dim = query.shape
-            empty = query.new_zeros(batch, heads, self._count, dim)
-            self._held = QueryWindow(empty, positions.new_full((batch, self._count), -1))
-        if query.shape[2] == 0:
-            return
-        arrived = QueryWindow(query, positions)
-        if query.shape[2] > self._count:
-            # A long prompt is not copied to be searched.
-            arrived = self._newest(arrived)
-        rotated = torch.cat([self._held.rotated, arrived.rotated], dim=2)
-        self._held = self._newest(QueryWindow(rotated, torch.cat([self._held.positions, arrived.positions], dim=1)))
+            self._queries = query.new_zeros(batch, heads, self._count + 1, dim)
+            self._positions = positions.new_full((batch, self._count + 1), -1)
+        # A place is written once: by the newest of those that positions with gaps lead to it.
+        fresh = positions > positions.amax(dim=1, keepdim=True) - self._count * self._step
+        kept = on_grid(positions, self._step) & fresh
+        place = torch.where(kept, (positions + 1) // self._step % self._count, self._count)
+        self._queries = self._queries.scatter(2, _over_heads(place, query), query)
+        self._positions = self._positions.scatter(1, place, positions)
 
     def with_newest(self, query: Tensor, position: Tensor) -> QueryWindow:
-        """What is held, no older than `tokens`, and the newest query, which was not handed on."""
-        held = self._held.positions.masked_fill(self._held.positions <= position - self._tokens, -1)
-        return QueryWindow(torch.cat([self._held.rotated, query], dim=2), torch.cat([held, position], dim=1))
+        """What is held, no older than `tokens`, and the newest query; it stands where the next one of the grid will."""
+        place = torch.where(position >= 0, (position + self._step) // self._step % self._count, self._count)
+        rotated = self._queries.scatter(2, _over_heads(place, query), query)
+        positions = self._positions.masked_fill(self._positions <= position - self._tokens, -1)
+        positions = positions.scatter(1, place, position)
+        return QueryWindow(rotated[:, :, : self._count], positions[:, : self._count])
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self._held is not None:
-            self._held = QueryWindow(function(self._held.rotated), function(self._held.positions))
+        if self._queries is not None:
+            self._queries, self._positions = function(self._queries), function(self._positions)
 
-    def _newest(self, window: QueryWindow) -> QueryWindow:
-        return window.newest_of(on_grid(window.positions, self._step), self._count)
+
+def _over_heads(place: Tensor, query: Tensor) -> Tensor:
+    """`[B, N]` as an index into `[B, Q, places, D]`."""
+    return place[:, None, :, None].expand_as(query)
 
 
 class _Sums:

@@ -28,7 +28,7 @@ class LayerView:
         queries: recent queries, if `Needs.queries` asked for them.
         statistics: running sums, if `Needs.statistics` asked for them.
         rotary: the model's RoPE for this layer, if `Needs.rotary` asked for it.
-        spaced: every so-manieth of a longer stretch, if `Needs.spaced_queries` asked for them.
+        spaced: every so-manieth of a longer stretch, in any order, if `Needs.spaced_queries` asked for them.
     """
 
     keys: Float[Tensor, "B H T D"]

@@ -79,10 +79,10 @@ def test_a_step_with_a_mask(llama, random_tokens, key_hash, shaped_topk, pad, mo
 
 
 FEW = dict(num_sinks=1, num_recent=2)
-# What remembers queries, after how many tokens its ring has turned, and the queries that are touched then: the ring's, beside
-# the fifteen that are kept of every eighth.
+# What remembers queries, after how many tokens its ring has turned, and the queries of the largest tensor made then: the ring's, or
+# the sixteen of every eighth and room for the others.
 REMEMBERING = {
-    "tova": (TOVA(), SegmentQuota(**FEW), 16, 16 + 15),
+    "tova": (TOVA(), SegmentQuota(**FEW), 16, 16 + 1),
     "triattention": (TriAttention(), GlobalTopK(**FEW), 32, 32),
 }
 STEPS, ROWS, QUERY_HEADS, HEAD_DIM = 70, 2, 4, 16
