@@ -83,7 +83,8 @@ class QueryMemory:
     def spaced(self) -> QueryWindow | None:
         """`QueryWindow.spaced` of all queries so far, in any order; None if such are not asked for.
 
-        The newest is that of the last column, which in a row padded on the right is none.
+        The newest is that of the last column, which in a row padded on the right is none. Where positions leave gaps, an older
+        one may be missing whose place the newest has taken.
         """
         if self._needs.spaced_queries == 0 or self._queries is None:
             return None
