@@ -59,7 +59,7 @@ class SegmentQuota(MassSegments):
     max_segment_tokens: int = 256  # paper
     min_keep_tokens: int = 1  # paper
     window_tokens: int = 128  # paper
-    window_step: int = 8  # as good as every query of the window, at an eighth of the work and memory
+    window_step: int = 8  # as good as every query of the window, at an eighth of the work and a quarter of the memory
     pool_kernel: int = 5  # public registry; the paper says "small"
     credit_decay: float | int = 0.9  # paper
     credit_mix: float | int = 0.9  # paper
