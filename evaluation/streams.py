@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -197,7 +198,7 @@ def auxiliary_bytes(cache: Cache) -> int:
                 found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             waiting += item.values()
-        elif isinstance(item, list | tuple | set):
+        elif isinstance(item, list | tuple | set | deque):
             waiting += item
         elif type(item).__module__.startswith("kvstitch.") and hasattr(item, "__dict__"):
             waiting += vars(item).values()

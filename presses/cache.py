@@ -1,7 +1,7 @@
 """A cache layer whose slots may be compacted at any time; what it stores is read by `kvstitch.presses.attention`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvstitch.kernels.compact.api import compact
 from kvstitch.presses.queries import QueryMemory
+from kvstitch.presses.shared_results import SharedResults
 from kvstitch.presses.versions import length_after_crop, query_count
 from kvstitch.views import LayerView, Needs, Rotary
 
@@ -36,6 +37,7 @@ class Request:
         counted_from: logical length at the end of the prompt or at the last compaction; tokens after it count as decoded.
         num_events: compactions so far.
         beside: layers of the same cache that are not ours (sliding windows).
+        shared: what one layer worked out for all.
     """
 
     positions: Tensor | None = None
@@ -45,10 +47,11 @@ class Request:
     counted_from: int = 0
     num_events: int = 0
     beside: tuple[CacheLayerMixin, ...] = ()
+    shared: SharedResults = field(default_factory=SharedResults, compare=False)
 
     def restart(self) -> None:
         """As it was before the first token."""
-        vars(self).update(vars(Request(beside=self.beside)))
+        vars(self).update(vars(Request(beside=self.beside, shared=self.shared)))
 
     def refuse_roll_back(self) -> None:
         """Raises:
@@ -88,7 +91,7 @@ class StitchLayer(CacheLayerMixin):
         self._growth_tokens = growth_tokens
         self._storage: dict[str, Tensor] = {}
         self._bias: Tensor | None = None
-        self.query_memory = QueryMemory(needs, rotary)
+        self.query_memory = QueryMemory(needs, rotary, self.request.shared)
         self.slot_state: dict[str, Tensor] = {}
         self.index: LayerAttachment | None = None
         self.length = 0
@@ -315,7 +318,7 @@ class StitchLayer(CacheLayerMixin):
     def serve(self, needs: Needs, rotary: Rotary | None, growth_tokens: int) -> None:
         """Work for another press from now on: what the last one kept about queries and slots means nothing to it."""
         self._drop_index()
-        self.query_memory = QueryMemory(needs, rotary)
+        self.query_memory = QueryMemory(needs, rotary, self.request.shared)
         self.slot_state = {}
         self._growth_tokens = growth_tokens
 

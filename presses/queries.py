@@ -1,10 +1,12 @@
 """The queries that a cache layer remembers for scorers: recent ones, every so-manieth of more, and sums over all."""
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kvstitch.presses.shared_results import SharedResults
 from kvstitch.views import Needs, QueryStatistics, QueryWindow, Rotary
 from kvstitch.views.queries import num_spaced, on_grid
 
@@ -16,53 +18,61 @@ _THINNED_AT_ONCE, _SUMMED_AT_ONCE = 16, 32
 
 
 class QueryMemory:
-    """Ring of the newest `[B, Q, R, D]` queries as attention received them, with their positions `[B, R]`.
+    """Ring of the newest `[B, Q, R, D]` queries as attention received them, and the positions `[B, N]` of their forwards.
 
-    Writing one token costs two row copies into storage that never grows. What is kept of older queries (spaced ones, sums) is
-    taken from the ring when it has turned once or somebody looks, so that no query is missed and few steps pay for it.
+    Writing one token costs one row copy into storage that never grows; of positions only the forward's own tensors are held, which
+    are the same in all layers. What is kept of older queries (spaced ones, sums) is taken from the ring when it has turned once or
+    somebody looks, so that no query is missed and few steps pay for it.
+
+    Args:
+        needs: what is remembered.
+        rotary: turns queries back for sums.
+        shared: where layers of one cache find what another has worked out from the same positions.
     """
 
-    def __init__(self, needs: Needs, rotary: Rotary | None):
+    def __init__(self, needs: Needs, rotary: Rotary | None, shared: SharedResults | None = None):
         self._needs = needs
         self._rotary = rotary
+        self._shared = SharedResults() if shared is None else shared
         # A ring that is as long holds the spaced ones, too.
         thinned = needs.spaced_queries > needs.queries
-        self._spaced = _SpacedQueries(needs.spaced_queries, needs.query_step) if thinned else None
+        self._spaced = _SpacedQueries(needs.spaced_queries, needs.query_step, self._shared) if thinned else None
         self._sums = _Sums(rotary) if needs.statistics else None
         self._takers = [taker for taker in (self._spaced, self._sums) if taker is not None]
         self._size = max(needs.queries, _THINNED_AT_ONCE * thinned, _SUMMED_AT_ONCE * needs.statistics)
         self._queries: Tensor | None = None
-        self._positions: Tensor | None = None
+        # Oldest first; together at least as long as what the ring holds.
+        self._positions: deque[Tensor] = deque()
+        self._num_positions = 0
         self._next = 0
 
     def remember(self, query: Tensor, positions: Tensor) -> None:
-        """Take in the queries `[B, Q, N, D]` of one forward; positions `[B, N]`, -1 for padding."""
+        """Take in the queries `[B, Q, N, D]` of one forward; positions `[B, N]`, -1 for padding, held and never to be changed."""
         if self._size == 0:
             return
-        query, positions = query.detach(), positions.to(query.device)
+        query, positions = query.detach(), self._shared(_on_device, positions, query.device)
         if self._queries is None:
             batch, heads, _, dim = query.shape
             self._queries = query.new_zeros(batch, heads, self._size, dim)
-            self._positions = positions.new_full((batch, self._size), -1)
         elif self._queries.is_inference() and not torch.is_inference_mode_enabled():
             # What was made in inference mode can be read outside, but not written.
-            self._queries, self._positions = self._queries.clone(), self._positions.clone()
+            self._queries = self._queries.clone()
         count = query.shape[2]
         for taker in self._takers:
             if taker.waiting + count > self._size:
                 self._hand_on(taker)
             if count > self._size:
-                taker.add(query[:, :, : -self._size], positions[:, : -self._size])
+                taker.add(query[:, :, : -self._size], self._shared(_all_but_last, positions, self._size))
             taker.waiting += min(count, self._size)
+        self._log(positions)
         if count >= self._size:
             self._queries.copy_(query[:, :, -self._size :])
-            self._positions.copy_(positions[:, -self._size :])
             self._next = 0
             return
         first = min(count, self._size - self._next)
-        self._write(self._next, query[:, :, :first], positions[:, :first])
+        self._queries[:, :, self._next : self._next + first] = query[:, :, :first]
         if first < count:
-            self._write(0, query[:, :, first:], positions[:, first:])
+            self._queries[:, :, : count - first] = query[:, :, first:]
         self._next = (self._next + count) % self._size
 
     @property
@@ -74,11 +84,11 @@ class QueryMemory:
         """The newest `needs.queries` queries, oldest first; None if none are kept."""
         if self._needs.queries == 0 or self._queries is None:
             return None
-        queries, positions = self._queries, self._positions
+        queries = self._queries
         # A roll copies; most intervals are multiples of the ring's size, and then it is in order as it stands.
         if self._next:
-            queries, positions = queries.roll(-self._next, dims=2), positions.roll(-self._next, dims=1)
-        return QueryWindow(queries, positions).last(self._needs.queries)
+            queries = queries.roll(-self._next, dims=2)
+        return QueryWindow(queries, self._positions_from(0)).last(self._needs.queries)
 
     def spaced(self) -> QueryWindow | None:
         """`QueryWindow.spaced` of all queries so far, in any order; None if such are not asked for.
@@ -92,7 +102,7 @@ class QueryMemory:
             return self.window().spaced(self._needs.query_step, self._needs.spaced_queries)
         self._hand_on(self._spaced)
         newest = (self._next - 1) % self._size
-        return self._spaced.with_newest(self._queries[:, :, newest, None], self._positions[:, newest, None])
+        return self._spaced.with_newest(self._queries[:, :, newest, None], self._positions_from(0))
 
     def statistics(self) -> QueryStatistics | None:
         """Sums over every query so far; None if they were not asked for."""
@@ -103,12 +113,14 @@ class QueryMemory:
 
     def fresh(self) -> "QueryMemory":
         """An empty memory with the same settings."""
-        return QueryMemory(self._needs, self._rotary)
+        return QueryMemory(self._needs, self._rotary, self._shared)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation (reorder, repeat, select) to everything remembered."""
         if self._queries is not None:
-            self._queries, self._positions = function(self._queries), function(self._positions)
+            self._queries = function(self._queries)
+            positions = function(self._positions_from(0))
+            self._positions, self._num_positions = deque([positions]), positions.shape[1]
         for taker in self._takers:
             taker.map_rows(function)
 
@@ -124,18 +136,27 @@ class QueryMemory:
                 "tokens are gone; copy the cache (copy.deepcopy) before what you want to undo"
             )
 
-    def _write(self, start: int, query: Tensor, positions: Tensor) -> None:
-        self._queries[:, :, start : start + query.shape[2]] = query
-        self._positions[:, start : start + query.shape[2]] = positions
+    def _log(self, positions: Tensor) -> None:
+        self._positions.append(positions)
+        self._num_positions += positions.shape[1]
+        while self._num_positions - self._positions[0].shape[1] >= self._size:
+            self._num_positions -= self._positions.popleft().shape[1]
+
+    def _positions_from(self, start: int) -> Tensor:
+        """`[B, R]` positions of the ring's entries, -1 where it has none yet; the oldest stands in column `start`."""
+        return self._shared(_newest_positions, self._size, start, *self._positions)
 
     def _hand_on(self, taker: "_SpacedQueries | _Sums") -> None:
         """Give the ring's entries that wait for it."""
+        if not taker.waiting:
+            return
+        positions = self._positions_from(self._next)
         if taker is self._spaced:
             # Those that it has already go where they are: cheaper than to pick the others.
-            taker.add(self._queries, self._positions)
+            taker.add(self._queries, positions)
         else:
-            waiting = torch.arange(self._next - taker.waiting, self._next, device=self._positions.device) % self._size
-            taker.add(self._queries[:, :, waiting], self._positions[:, waiting])
+            waiting = torch.arange(self._next - taker.waiting, self._next, device=positions.device) % self._size
+            taker.add(self._queries[:, :, waiting], positions[:, waiting])
         taker.waiting = 0
 
 
@@ -145,10 +166,11 @@ class _SpacedQueries:
     waiting: newest entries of the ring that were not handed on yet.
     """
 
-    def __init__(self, tokens: int, step: int):
+    def __init__(self, tokens: int, step: int, shared: SharedResults):
         self.waiting = 0
         self._tokens = tokens
         self._step = step
+        self._shared = shared
         self._count = num_spaced(step, tokens)
         # One place more, for what is not kept: to write it there is cheaper than to pick the rest.
         self._queries: Tensor | None = None
@@ -158,25 +180,52 @@ class _SpacedQueries:
         if self._queries is None:
             batch, heads, _, dim = query.shape
             self._queries = query.new_zeros(batch, heads, self._count + 1, dim)
-            self._positions = positions.new_full((batch, self._count + 1), -1)
-        # A place is written once: by the newest of those that positions with gaps lead to it.
-        fresh = positions > positions.amax(dim=1, keepdim=True) - self._count * self._step
-        kept = on_grid(positions, self._step) & fresh
-        place = torch.where(kept, (positions + 1) // self._step % self._count, self._count)
+        place, self._positions = self._shared(_placed, self._positions, positions, self._step, self._count)
         self._queries = self._queries.scatter(2, _over_heads(place, query), query)
-        self._positions = self._positions.scatter(1, place, positions)
 
-    def with_newest(self, query: Tensor, position: Tensor) -> QueryWindow:
-        """What is held, no older than `tokens`, and the newest query; it stands where the next one of the grid will."""
-        place = torch.where(position >= 0, (position + self._step) // self._step % self._count, self._count)
+    def with_newest(self, query: Tensor, positions: Tensor) -> QueryWindow:
+        """What is held, no older than `tokens`, and the newest query, whose position is the last of `positions`."""
+        place, places = self._shared(_placed_newest, self._positions, positions, self._step, self._tokens)
         rotated = self._queries.scatter(2, _over_heads(place, query), query)
-        positions = self._positions.masked_fill(self._positions <= position - self._tokens, -1)
-        positions = positions.scatter(1, place, position)
-        return QueryWindow(rotated[:, :, : self._count], positions[:, : self._count])
+        return QueryWindow(rotated[:, :, : self._count], places)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._queries is not None:
             self._queries, self._positions = function(self._queries), function(self._positions)
+
+
+def _on_device(positions: Tensor, device: torch.device) -> Tensor:
+    return positions.to(device)
+
+
+def _all_but_last(positions: Tensor, count: int) -> Tensor:
+    return positions[:, :-count]
+
+
+def _newest_positions(size: int, start: int, *positions: Tensor) -> Tensor:
+    """`[B, size]` the last columns of all together, -1 before the first, rolled so that the oldest stands in column `start`."""
+    newest = torch.cat(positions, dim=1)[:, -size:]
+    return torch.nn.functional.pad(newest, (size - newest.shape[1], 0), value=-1).roll(start, dims=1)
+
+
+def _placed(held: Tensor | None, positions: Tensor, step: int, count: int) -> tuple[Tensor, Tensor]:
+    """`[B, N]` the place of each position, `count` if it is not kept; and `[B, count + 1]` what places hold with them."""
+    if held is None:
+        held = positions.new_full((positions.shape[0], count + 1), -1)
+    # A place is written once: by the newest of those that positions with gaps lead to it.
+    fresh = positions > positions.amax(dim=1, keepdim=True) - count * step
+    kept = on_grid(positions, step) & fresh
+    place = torch.where(kept, (positions + 1) // step % count, count)
+    return place, held.scatter(1, place, positions)
+
+
+def _placed_newest(held: Tensor, positions: Tensor, step: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """`[B, 1]` where the last position stands, which is where the next one of the grid will; `[B, count]` what places hold."""
+    count = held.shape[1] - 1
+    newest = positions[:, -1:]
+    place = torch.where(newest >= 0, (newest + step) // step % count, count)
+    held = held.masked_fill(held <= newest - tokens, -1).scatter(1, place, newest)
+    return place, held[:, :count]
 
 
 def _over_heads(place: Tensor, query: Tensor) -> Tensor:
@@ -196,8 +245,6 @@ class _Sums:
         self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        if self._sums is not None and query.shape[2] == 0:
-            return
         counted = positions >= _SKIPPED_FIRST_TOKENS
         plain = self._rotary.all_planes(self._rotary.unrotate(query.float(), positions.clamp(min=0)))
         plain = torch.where(counted[:, None, :, None], plain, 0)

@@ -363,7 +363,8 @@ class Run:
     def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor) -> None:
         """Tell the layers which positions arrive, so that they know them without a look at the model's arguments."""
         batch, count = tokens.shape[:2]
-        positions = position_ids.expand(batch, -1)
+        # Layers hold on to it, and the caller may count up in the tensor that it gave.
+        positions = position_ids.expand(batch, -1).clone()
         request.has_padding = False
         if mask is not None:
             real = mask[:, -count:].to(device=positions.device, dtype=torch.bool)

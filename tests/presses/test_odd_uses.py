@@ -266,3 +266,19 @@ def test_attention_weights_are_refused(llama, random_tokens):
             llama.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
         with pytest.raises(NotImplementedError, match="output_attentions"), torch.no_grad():
             llama(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("allocator", [SegmentQuota(window_tokens=16, window_step=4), SegmentQuota(window_tokens=8, window_step=1)])
+def test_position_ids_that_the_caller_counts_up_in_place(llama, random_tokens, allocator):
+    """Layers hold on to the positions of a forward; what the caller does to its tensor later is not theirs."""
+    ids, kept = random_tokens(1, 60), []
+    for in_place in (False, True):
+        positions, cache = torch.zeros(1, 1, dtype=torch.int64), DynamicCache(config=llama.config)
+        with EvictionPress(SnapKV(window_size=4), allocator, 44, interval=8)(llama) as run:
+            for step in range(60):
+                feed(llama, ids[:, step : step + 1], cache, positions=positions if in_place else positions + step)
+                if in_place:
+                    positions += 1
+            assert run.num_events > 1
+            kept.append([run.positions(layer) for layer in run.layers])
+    assert all(torch.equal(one, other) for one, other in zip(*kept))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvstitch.presses.queries import QueryMemory
+from kvstitch.presses.shared_results import SharedResults
 from kvstitch.views import Needs, QueryWindow, Rotary
 
 ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
@@ -206,3 +207,50 @@ def test_needs_unite_to_the_least_that_satisfies_both():
     assert both | Needs(spaced_queries=64, query_step=8) == Needs(queries=4, spaced_queries=64, query_step=8)
     with pytest.raises(ValueError, match="one distance only, and every 4 and 8 were asked for"):
         both | Needs(spaced_queries=8, query_step=4)
+
+
+@pytest.mark.parametrize("needs", [SPACED, Needs(queries=7, statistics=True)])
+def test_layers_that_share_give_what_each_gives_alone(needs):
+    """The second layer finds the positions of the first; one whose rows were turned does not, and is right as well."""
+    shared = SharedResults()
+    layers = [QueryMemory(needs, ROTARY, shared) for _ in range(3)]
+    alone = [QueryMemory(needs, ROTARY) for _ in range(3)]
+    plain, positions = tokens(90)
+    rotated, start = ROTARY.rotate(plain, positions.clamp(min=0)), 0
+    for size in [40, 1, 1, 17, *[1] * 20, 11]:
+        arriving = positions[:, start : start + size].clone()
+        for number, memory in enumerate(layers + alone):
+            memory.remember((number % 3 + 1) * rotated[:, :, start : start + size], arriving)
+        start += size
+        if start == 59:
+            for memory in (layers[1], alone[1]):
+                memory.map_rows(lambda tensor: tensor.flip(0))
+        for one, other in zip(layers, alone):
+            require_same(one, other)
+    views = [memory.spaced() or memory.window() for memory in (layers[0], layers[2])]
+    if needs is SPACED:
+        assert views[0].positions is views[1].positions
+
+
+def require_same(one, other):
+    for window, expected in ((one.window(), other.window()), (one.spaced(), other.spaced())):
+        assert (window is None) == (expected is None)
+        if window is not None:
+            assert torch.equal(window.positions, expected.positions)
+            assert torch.equal(window.rotated, expected.rotated)
+    sums, expected = one.statistics(), other.statistics()
+    assert expected is None or all(torch.equal(a, b) for a, b in zip(vars(sums).values(), vars(expected).values()))
+
+
+def test_results_are_shared_by_the_object_and_not_by_the_value():
+    calls = []
+
+    def count(tensor, number):
+        calls.append(number)
+        return tensor + number
+
+    shared, one = SharedResults(), torch.ones(2)
+    assert shared(count, one, 1) is shared(count, one, 1) and calls == [1]
+    shared(count, one.clone(), 1)
+    shared(count, one, 2)
+    assert calls == [1, 1, 2]
