@@ -62,9 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _cells(row: Comparison) -> list[str]:
     # Bytes and counts of tokens need no decimals.
-    form = ".4f" if max(abs(row.base), abs(row.mean)) < 1000 else ",.0f"
+    digits = 4 if max(abs(row.base), abs(row.mean)) < 1000 else 0
+    form = f",.{digits}f"
     error = "" if row.error is None else f" ± {row.error:{form}}"
-    numbers = [f"{row.base:{form}}", f"{row.mean:{form}}", f"{row.difference:+{form}}{error}"]
+    # 0 more makes a zero of a negative zero.
+    difference = round(row.difference, digits) + 0.0
+    numbers = [f"{row.base:{form}}", f"{row.mean:{form}}", f"{difference:+{form}}{error}"]
     return [row.others, row.choice, *numbers, f"{row.lower} of {row.n}"]
 
 

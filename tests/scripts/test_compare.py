@@ -1,9 +1,15 @@
 """From real runs to differences sample by sample with one more command."""
 
+import importlib.util
 import statistics
 from pathlib import Path
 
+import pytest
+
 from kvstitch.evaluation.report import find_runs
+from kvstitch.evaluation.report.paired import Comparison
+
+COMPARE = Path(__file__).parents[2] / "scripts" / "compare.py"
 
 
 def test_runs_are_compared_on_their_samples(script, tiny_arguments):
@@ -53,3 +59,15 @@ def test_what_cannot_be_compared_is_one_message(script, tmp_path):
     (tmp_path / "empty").mkdir()
     outcome = script("compare", str(tmp_path / "empty"), "--base", "GlobalTopK")
     assert outcome.status == 1 and "no run has the allocator 'GlobalTopK'; there are none" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "size, difference, written",
+    [(0.5, -1e-6, "+0.0000"), (0.5, 1e-6, "+0.0000"), (0.5, -2e-4, "-0.0002"), (5e6, -0.3, "+0"), (5e6, -1234.4, "-1,234")],
+)
+def test_a_difference_that_rounds_to_nothing_has_no_minus(size, difference, written):
+    spec = importlib.util.spec_from_file_location("kvstitch_script_compare", COMPARE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = Comparison("TOVA", "x", base=size, mean=size + difference, difference=difference, error=None, lower=1, n=1)
+    assert module._cells(row)[4] == written
