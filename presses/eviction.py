@@ -86,7 +86,11 @@ class EvictionRun(Run):
         growth_tokens = min(press.interval, _MOST_GROWTH_TOKENS)
         super().__init__(press, model, press.scorer.needs | press.allocator.needs, growth_tokens)
         press.scorer.check_model(
-            self._facts.rotary, self._facts.num_layers, self._facts.num_query_heads, self._facts.num_kv_heads
+            self._facts.rotary,
+            self._facts.num_layers,
+            self._facts.num_query_heads,
+            self._facts.num_kv_heads,
+            self._facts.head_dim,
         )
         if press.budget.bytes is not None and self._facts.slot_bytes is not None:
             # Known before anything runs, so that a budget in bytes that buys nothing fails here and not while decoding.

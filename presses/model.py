@@ -7,7 +7,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvstitch.presses.rotary import UnsupportedModel, read_rotary, require_fixed_frequencies
+from kvstitch.presses.rotary import UnsupportedModel, head_dim_of, read_rotary, require_fixed_frequencies
 from kvstitch.presses.versions import cache_argument
 from kvstitch.views import Needs, Rotary
 
@@ -23,6 +23,7 @@ class ModelFacts:
         num_layers: all decoder layers, sliding-window layers included.
         num_query_heads: H * G.
         num_kv_heads: H.
+        head_dim: D, those that RoPE leaves alone included.
         slot_bytes: full-attention layers by index, keys and values of one slot per kv head; None if the configuration does
             not tell the size of a head.
         cache_argument: name under which the decoder takes its cache.
@@ -35,6 +36,7 @@ class ModelFacts:
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
+    head_dim: int
     slot_bytes: dict[int, int] | None
     cache_argument: str
     argument_names: tuple[str, ...]
@@ -86,6 +88,7 @@ def read_model(model: PreTrainedModel, needs: Needs) -> ModelFacts:
         num_layers=len(layers),
         num_query_heads=config.num_attention_heads,
         num_kv_heads=_num_kv_heads(config),
+        head_dim=head_dim_of(modules[full[0]]),
         slot_bytes=_slot_bytes(model, config, {index: modules[index] for index in full}),
         cache_argument=cache_argument(parameters),
         argument_names=tuple(parameters)[1:],

@@ -36,7 +36,7 @@ def read_rotary(decoder: nn.Module, attention: nn.Module, layer_type: str) -> Ro
     if apply is None:
         raise UnsupportedModel(f"{modeling.__name__} has no apply_rotary_pos_emb: kvstitch cannot check its RoPE")
     positions = torch.tensor([_PROBE_POSITIONS], device=frequencies.device)
-    probe = torch.randn(1, 1, len(_PROBE_POSITIONS), _head_dim(attention), generator=torch.Generator().manual_seed(0))
+    probe = torch.randn(1, 1, len(_PROBE_POSITIONS), head_dim_of(attention), generator=torch.Generator().manual_seed(0))
     probe = probe.to(frequencies.device)
     cos, sin = module(probe, positions, **({"layer_type": layer_type} if own else {}))
     expected = _model_rotation(apply, probe, cos, sin)
@@ -70,7 +70,8 @@ def _find_embedding(decoder: nn.Module) -> nn.Module | None:
     return next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
 
 
-def _head_dim(attention: nn.Module) -> int:
+def head_dim_of(attention: nn.Module) -> int:
+    """Dims of one head of an attention module, whether or not RoPE turns all of them."""
     config = attention.config
     dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
     return dim or config.hidden_size // config.num_attention_heads

@@ -28,7 +28,9 @@ class Scorer(ABC):
         an event, with the first layer.
         """
 
-    def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most serve any)
+    def check_model(  # noqa: B027 (most serve any)
+        self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
         """Raise `ValueError` if this scorer cannot serve the model; asked once, before anything runs."""
 
     @abstractmethod

@@ -82,10 +82,12 @@ class TriAttention(Scorer):
             return None
         return view.statistics.count < _LEAST_QUERIES
 
-    def check_model(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
+    def check_model(
+        self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
         """Offline statistics must be those of a model of this shape and RoPE."""
         if self.statistics is not None:
-            self.statistics.check(rotary, num_layers, num_query_heads, num_kv_heads)
+            self.statistics.check(rotary, num_layers, num_query_heads, num_kv_heads, head_dim)
 
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:
         """A z-score (mean 0 and deviation 1 per query head, before the group); 0 for all while no query is known."""
@@ -124,14 +126,10 @@ class TriAttention(Scorer):
         """Mean query and mean modulus per frequency, from the row, the file, or both."""
         if self.statistics is None:
             return _own_model(view.statistics, self.debias)
-        batch, heads = view.keys.shape[:2]
-        self.check_model(view.rotary, view.num_layers, self.statistics.mean.shape[1], heads)
+        batch, heads, _, head_dim = view.keys.shape
+        # A press has asked before; a view may come from anywhere.
+        self.check_model(view.rotary, view.num_layers, self.statistics.mean.shape[1], heads, head_dim)
         mean, modulus, covered = self.statistics.layer(view.layer_idx, view.keys.device)
-        if 2 * mean.shape[-1] != view.keys.shape[-1]:
-            raise ValueError(
-                f"statistics hold {mean.shape[-1]} frequencies for heads of {view.keys.shape[-1]} dims, expected "
-                f"{view.keys.shape[-1] // 2}; calibrate this model"
-            )
         if not self.needs.statistics:
             return mean.expand(batch, -1, -1), modulus.expand(batch, -1, -1)
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Complex64, Float32, Float64, Int64
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvstitch.scorers.tri_attention_checks import layout_name, rotary_mismatch, shape_mismatch
 from kvstitch.scorers.tri_attention_files import read_authors_file
 from kvstitch.views import QueryStatistics, Rotary
 
@@ -34,6 +35,7 @@ class TriAttentionStatistics:
         model: its name or path, for people.
         dtype: it computed in, for people.
         text_sha256: of the calibration text, for people.
+        path: of the file that they were read from, for messages; not saved.
 
     Raises: ValueError for shapes that do not belong together, numbers that are not finite, or |mean| above modulus.
     """
@@ -47,6 +49,7 @@ class TriAttentionStatistics:
     model: str = ""
     dtype: str = ""
     text_sha256: str = ""
+    path: str = ""
 
     def __deepcopy__(self, memo: dict) -> "TriAttentionStatistics":
         # Nobody changes them, and a copied cache must still know its press.
@@ -80,37 +83,24 @@ class TriAttentionStatistics:
         covered = (self.count[layer_idx] != 0)[None, :, None]
         return self.mean[layer_idx].to(device)[None], self.modulus[layer_idx].to(device)[None], covered.to(device)
 
-    def check(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
-        """Raise `ValueError` unless the statistics can belong to the live model."""
-        layers, heads, _ = self.mean.shape
-        source = f"statistics of {self.model!r}" if self.model else "statistics"
-        if layers != num_layers or heads != num_query_heads or heads % num_kv_heads:
-            raise ValueError(
-                f"{source} cover {layers} layers of {heads} query heads, the model has {num_layers} layers of "
-                f"{num_query_heads} query heads and {num_kv_heads} kv heads; calibrate this model"
-            )
-        if self.interleaved != rotary.interleaved:
-            raise ValueError(
-                f"{source} pair dims as {_layout(self.interleaved)!r}, the model's RoPE as "
-                f"{_layout(rotary.interleaved)!r}; calibrate this model"
-            )
-        live = rotary.inverse_frequencies.to("cpu", torch.float64)
-        known, still = self.inverse_frequencies[: len(live)], self.inverse_frequencies[len(live) :]
-        if len(known) < len(live) or still.any():
-            raise ValueError(
-                f"{source} hold {len(known) + int((still != 0).sum())} frequencies, the model's RoPE {len(live)}; "
-                "calibrate this model"
-            )
-        if not torch.allclose(live, known, rtol=1e-5, atol=0):
-            worst = ((live - known).abs() / known.clamp(min=1e-300)).max()
-            raise ValueError(
-                f"{source} were taken at other RoPE frequencies (off by {worst:.1%}); calibrate this model"
-            )
-        if abs(self.attention_scaling - rotary.attention_scaling) > 1e-5:
-            raise ValueError(
-                f"{source} were taken with attention scaling {self.attention_scaling}, the model has "
-                f"{rotary.attention_scaling}; calibrate this model"
-            )
+    def check(self, rotary: Rotary, num_layers: int, num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise `ValueError` unless the statistics can belong to the live model.
+
+        Args:
+            rotary: of the model.
+            num_layers: all decoder layers.
+            num_query_heads: of a layer.
+            num_kv_heads: of a layer.
+            head_dim: dims of a head, those that RoPE leaves alone included.
+        """
+        wrong = shape_mismatch(self, num_layers, num_query_heads, num_kv_heads, head_dim)
+        wrong = wrong or rotary_mismatch(self, rotary)
+        if wrong is None:
+            return
+        source = f"statistics={self.path}" if self.path else "statistics"
+        if self.model:
+            source += f" of {self.model!r}"
+        raise ValueError(f"{source} {wrong}; calibrate this model with scripts/calibrate.py")
 
     def save(self, path: str | PathLike) -> None:
         """Write a safetensors file; folders on the way are made."""
@@ -124,7 +114,7 @@ class TriAttentionStatistics:
         metadata = {
             "format": _FORMAT,
             "attention_scaling": repr(self.attention_scaling),
-            "layout": _layout(self.interleaved),
+            "layout": layout_name(self.interleaved),
             "model": self.model,
             "dtype": self.dtype,
             "text_sha256": self.text_sha256,
@@ -162,9 +152,9 @@ class TriAttentionStatistics:
                 f"{name} {tensors[name].dtype} {list(tensors[name].shape)}" for name in ("m_re", "m_im", "a")
             )
             raise ValueError(f"{path} must hold float32 [L, Q, F] under m_re, m_im and a, got {shapes}")
-        if metadata["layout"] not in (_layout(True), _layout(False)):
+        if metadata["layout"] not in (layout_name(True), layout_name(False)):
             raise ValueError(
-                f"{path} has layout {metadata['layout']!r}, expected {_layout(True)!r} or {_layout(False)!r}"
+                f"{path} has layout {metadata['layout']!r}, expected {layout_name(True)!r} or {layout_name(False)!r}"
             )
         return cls(
             mean=torch.complex(tensors["m_re"], tensors["m_im"]),
@@ -172,10 +162,11 @@ class TriAttentionStatistics:
             count=tensors["count"],
             inverse_frequencies=tensors["inv_freq"],
             attention_scaling=float(metadata["attention_scaling"]),
-            interleaved=metadata["layout"] == _layout(True),
+            interleaved=metadata["layout"] == layout_name(True),
             model=metadata["model"],
             dtype=metadata["dtype"],
             text_sha256=metadata["text_sha256"],
+            path=str(path),
         )
 
     @classmethod
@@ -214,7 +205,7 @@ class TriAttentionStatistics:
 
     @classmethod
     def from_authors_file(
-        cls, path: str | PathLike, rotary: Rotary, num_layers: int, num_query_heads: int
+        cls, path: str | PathLike, rotary: Rotary, num_layers: int, num_query_heads: int, head_dim: int
     ) -> "TriAttentionStatistics":
         """Read a `.pt` file of the authors of TriAttention (github.com/WeianMao/triattention).
 
@@ -223,14 +214,24 @@ class TriAttentionStatistics:
 
         Args:
             rotary: of the live model that the file is meant for.
+            num_layers: its decoder layers.
+            num_query_heads: of a layer.
+            head_dim: dims of a head.
 
         Raises: FileNotFoundError; ValueError if the file is of another kind, or has a head, layout or width that the
-            model lacks.
+            model lacks, or if the model turns a part of each head only.
         """
         content = read_authors_file(path)
-        if content.layout != _layout(rotary.interleaved):
+        if rotary.rotated_dims != head_dim:
+            # The files pair dim f with f + D / 2. A mean vector could be cut into other planes, mean moduli cannot; and
+            # with as few planes as turn they would say nothing of the rest, which padding would take for queries of 0.
             raise ValueError(
-                f"{path} pairs dims as {content.layout!r}, the model's RoPE as {_layout(rotary.interleaved)!r}"
+                f"{path}: files of the TriAttention authors describe heads that RoPE turns as a whole, the model's turns "
+                f"{rotary.rotated_dims} of {head_dim} dims; calibrate this model on a text instead (text=FILE)"
+            )
+        if content.layout != layout_name(rotary.interleaved):
+            raise ValueError(
+                f"{path} pairs dims as {content.layout!r}, the model's RoPE as {layout_name(rotary.interleaved)!r}"
             )
 
         frequencies = rotary.inverse_frequencies.to("cpu", torch.float64)
@@ -244,14 +245,10 @@ class TriAttentionStatistics:
                 )
             if head.modulus.shape != frequencies.shape:
                 raise ValueError(
-                    f"{path}: {head.key} holds {list(head.modulus.shape)} frequencies, the model's RoPE "
-                    f"{list(frequencies.shape)}"
+                    f"{path}: {head.key} holds {len(head.modulus)} frequencies, for a head of {2 * len(head.modulus)} "
+                    f"dims; the model's heads have {head_dim} dims, which are {len(frequencies)} frequencies"
                 )
             mean[head.layer_idx, head.head_idx] = head.mean
             modulus[head.layer_idx, head.head_idx] = head.modulus
             count[head.layer_idx, head.head_idx] = UNKNOWN_COUNT
         return cls(mean, modulus, count, frequencies, rotary.attention_scaling, rotary.interleaved, content.model)
-
-
-def _layout(interleaved: bool) -> str:
-    return "interleaved" if interleaved else "half"

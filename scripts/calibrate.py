@@ -88,7 +88,7 @@ def _imported(plain: dict) -> tuple["TriAttentionStatistics", str]:
     facts = read_model(instantiate(plain["model"]).model, Needs(rotary=True))
     try:
         statistics = TriAttentionStatistics.from_authors_file(
-            path, facts.rotary, facts.num_layers, facts.num_query_heads
+            path, facts.rotary, facts.num_layers, facts.num_query_heads, facts.head_dim
         )
     except ValueError as error:
         raise RunError(str(error)) from error

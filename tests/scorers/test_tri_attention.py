@@ -148,7 +148,7 @@ def test_dims_that_do_not_turn_count_with_and_without_a_file(make_story):
         offline(story),
         **{name: getattr(offline(story), name)[..., :2] for name in ("mean", "modulus", "inverse_frequencies")},
     )
-    with pytest.raises(ValueError, match="hold 2 frequencies for heads of 8 dims, expected 4; calibrate this model"):
+    with pytest.raises(ValueError, match="hold 2 planes a head, for heads of 4 dims; the model's heads have 8 dims"):
         TriAttention(statistics=missing).score(view)
 
 
@@ -193,7 +193,9 @@ def test_a_row_waits_where_its_own_few_queries_are_all_that_a_head_has(make_stor
 
 def test_statistics_of_another_model_are_refused_when_scoring(make_story):
     scorer = TriAttention(statistics=offline(make_story(dims=4)))
-    with pytest.raises(ValueError, match="hold 2 frequencies, the model's RoPE 4; calibrate this model"):
+    with pytest.raises(
+        ValueError, match="hold 2 planes a head, for heads of 4 dims; the model's heads have 8 dims, which are 4 planes"
+    ):
         scorer.score(make_story().view())
 
 

@@ -114,7 +114,7 @@ def test_code_in_a_file_is_not_run(write, capsys):
 def test_means_that_no_queries_can_have(write):
     path = write({"stats": {"layer00_head00": entry(q_abs_mean=torch.zeros(3))}})
     with pytest.raises(ValueError, match="a mean longer than the mean modulus"):
-        TriAttentionStatistics.from_authors_file(path, ROTARY, num_layers=1, num_query_heads=1)
+        TriAttentionStatistics.from_authors_file(path, ROTARY, num_layers=1, num_query_heads=1, head_dim=6)
 
 
 @pytest.mark.parametrize("pickled", [b"", b"\x80\x02}q\x00(", b"\x80\x02cnowhere\nThing\n."])

@@ -61,7 +61,10 @@ def test_files_of_the_authors_that_cannot_be(script, arguments, tmp_path):
     output = tmp_path / "ours.safetensors"
     for given, message in (
         (authors_file(tmp_path / "deep.pt", layers=4), "layer03_head00 does not exist in a model of 3 layers"),
-        (authors_file(tmp_path / "wide.pt", frequencies=9), r"holds \[9\] frequencies"),
+        (
+            authors_file(tmp_path / "wide.pt", frequencies=9),
+            "holds 9 frequencies, for a head of 18 dims; the model's heads have 16 dims",
+        ),
         (tmp_path / "absent.pt", "absent.pt: no such file"),
     ):
         outcome = script("calibrate", *arguments[:3], f"authors_file={given}", f"output={output}")
@@ -100,3 +103,19 @@ def test_bad_input_is_one_message(script, arguments, change, message):
     assert outcome.status == 1
     assert re.search(message, outcome.err.strip().splitlines()[-1]), outcome.err
     assert "Traceback" not in outcome.err
+
+
+def test_a_run_with_the_file_of_another_model_is_one_message(script, tiny_arguments, tmp_path):
+    """Twice as many planes, the second half of which stands still: only the width of a head tells."""
+    path = tmp_path / "wide.safetensors"
+    frequencies = torch.zeros(16, dtype=torch.float64)
+    frequencies[:8] = 10000.0 ** -(torch.arange(8, dtype=torch.float64) / 8)
+    mean = torch.full((3, 4, 16), 0.3, dtype=torch.complex64)
+    count = torch.full((3, 4), 1000)
+    TriAttentionStatistics(mean, mean.abs() * 2, count, frequencies, 1.0, False, model="wide/model").save(path)
+    outcome = script("run", *tiny_arguments, "scorer=triattention", f"scorer.statistics={path}")
+    assert outcome.status == 1 and "Traceback" not in outcome.err
+    assert re.search(
+        f"error: statistics={path} of 'wide/model' hold 16 planes a head, for heads of 32 dims; the model's heads have 16",
+        outcome.err,
+    ), outcome.err
