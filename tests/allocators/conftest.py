@@ -70,7 +70,25 @@ def rows_of():
 @pytest.fixture
 def loops():
     """The recommended algorithm for one head, in Python floats and loops."""
-    return SimpleNamespace(cuts=_cuts, quotas=_quotas, mass=_mass, event=_event)
+    return SimpleNamespace(
+        cuts=_cuts, quotas=_quotas, mass=_mass, event=_event, protected=_protected, best_first=_best_first
+    )
+
+
+def _protected(present, keep, sinks, recent, priority):
+    """Sinks and recent slots among those that are there, ascending, as far as the budget holds them."""
+    if priority == "sink":
+        sinks = min(sinks, keep)
+        recent = min(recent, keep - sinks)
+    else:
+        recent = min(recent, keep)
+        sinks = min(sinks, keep - recent)
+    return set(present[:sinks] + present[max(sinks, len(present) - recent) :])
+
+
+def _best_first(scores, slots):
+    """From the best to the worst; equal scores in the order of slots, NaN last."""
+    return sorted(slots, key=lambda slot: (scores[slot] != scores[slot], -scores[slot], slot))
 
 
 def _normalise(values):
@@ -78,11 +96,13 @@ def _normalise(values):
     return [(value + 1e-12) / total for value in values]
 
 
-def _mass(usage, credit, decay, mix):
-    now = _normalise([max(value, 0.0) if value == value else 0.0 for value in usage])
+def _mass(usage, credit, decay, mix, scale="mass"):
+    """With scale "usage" evidence and credit are mixed as they were measured, and the sum alone is normalised."""
+    shared = _normalise if scale == "mass" else list
+    now = shared([max(value, 0.0) if value == value else 0.0 for value in usage])
     old = list(credit) + [0.0] * (len(usage) - len(credit))
     updated = [decay * c + (1 - decay) * m for c, m in zip(old, now)]
-    return _normalise([mix * m + (1 - mix) * c for m, c in zip(now, _normalise(updated))]), updated
+    return _normalise([mix * m + (1 - mix) * c for m, c in zip(now, shared(updated))]), updated
 
 
 def _split(start, end, longest):
@@ -151,11 +171,9 @@ def _quotas(lengths, weights, must, keep, floor):
 def _event(scores, usage, credit, keep, options):
     """Slots, credit of the kept slots, edges and quotas."""
     slots = len(scores)
-    mass, updated = _mass(usage, credit, options.credit_decay, options.credit_mix)
+    mass, updated = _mass(usage, credit, options.credit_decay, options.credit_mix, options.credit_scale)
     edges = _cuts(mass, options.segment_mass, options.min_segment_tokens, options.max_segment_tokens)
-    sinks = min(options.num_sinks, keep)
-    recent = max(sinks, slots - min(options.num_recent, keep - sinks))
-    must = {slot for slot in range(slots) if slot < sinks or slot >= recent}
+    must = _protected(list(range(slots)), keep, options.num_sinks, options.num_recent, options.must_priority)
     segments = list(zip(edges, edges[1:]))
     quotas = _quotas(
         [b - a for a, b in segments],

@@ -8,21 +8,6 @@ from kvstitch.allocators import FixedSegments, HeadAdaptive
 SLOTS = 61
 
 
-def protected_slots(present, keep, sinks, recent, priority):
-    if priority == "sink":
-        sinks = min(sinks, keep)
-        recent = min(recent, keep - sinks)
-    else:
-        recent = min(recent, keep)
-        sinks = min(sinks, keep - recent)
-    return set(present[:sinks] + present[max(sinks, len(present) - recent) :])
-
-
-def best_first(scores, slots):
-    """From the best to the worst; equal scores in the order of slots, NaN last."""
-    return sorted(slots, key=lambda slot: (scores[slot] != scores[slot], -scores[slot], slot))
-
-
 def draw(shape, seed, rounded=False):
     values = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
     if rounded:
@@ -40,7 +25,7 @@ def fixed_event(loops, allocator, scores, usage, credit, keep):
     mass, updated = loops.mass(usage, credit, allocator.credit_decay, allocator.credit_mix)
     starts = range(0, len(scores), allocator.segment_tokens)
     segments = [range(start, min(start + allocator.segment_tokens, len(scores))) for start in starts]
-    must = protected_slots(
+    must = loops.protected(
         list(range(len(scores))), keep, allocator.num_sinks, allocator.num_recent, allocator.must_priority
     )
     weights = [float(len(s)) if allocator.quota == "length" else sum(mass[slot] for slot in s) for s in segments]
@@ -49,7 +34,7 @@ def fixed_event(loops, allocator, scores, usage, credit, keep):
     kept = []
     for segment, quota in zip(segments, quotas):
         first = [slot for slot in segment if slot in must]
-        rest = best_first(scores, [slot for slot in segment if slot not in must])
+        rest = loops.best_first(scores, [slot for slot in segment if slot not in must])
         kept += (first + rest)[:quota]
     kept.sort()
     return kept, [updated[slot] for slot in kept], quotas
@@ -110,15 +95,15 @@ def test_fixed_segments_count_valid_slots_only(loops):
 # -- head adaptive ------------------------------------------------------------------------------------------------
 
 
-def shared_budget(allocator, scores, present, keep):
+def shared_budget(loops, allocator, scores, present, keep):
     """Slots of each head of one row."""
     heads = range(len(scores))
     guarded = []
     for head in heads:
         room = min(keep, len(present[head]))
-        must = protected_slots(present[head], room, allocator.num_sinks, allocator.num_recent, allocator.must_priority)
+        must = loops.protected(present[head], room, allocator.num_sinks, allocator.num_recent, allocator.must_priority)
         own = max(min(int(allocator.alpha * keep + 1e-9), len(present[head])), len(must))
-        rest = best_first(scores[head], [slot for slot in present[head] if slot not in must])
+        rest = loops.best_first(scores[head], [slot for slot in present[head] if slot not in must])
         guarded.append(must | set(rest[: own - len(must)]))
     total = min(keep * len(scores), sum(map(len, present)))
     others = [(head, slot) for head in heads for slot in present[head] if slot not in guarded[head]]
@@ -133,7 +118,7 @@ def shared_budget(allocator, scores, present, keep):
 @pytest.mark.parametrize("keep", [(1, 4), (9, 14), (15, 22), (45, 50)])
 @pytest.mark.parametrize("priority", ["sink", "suffix"])
 @pytest.mark.parametrize("rounded", [False, True])
-def test_heads_share_one_budget_after_their_protected_slots(make_view, alpha, keep, priority, rounded):
+def test_heads_share_one_budget_after_their_protected_slots(make_view, loops, alpha, keep, priority, rounded):
     holes = torch.zeros(2, 3, SLOTS, dtype=torch.bool)
     holes[1, :, :13] = True
     view = make_view(slots=SLOTS, holes=holes)
@@ -143,7 +128,7 @@ def test_heads_share_one_budget_after_their_protected_slots(make_view, alpha, ke
     selection = allocator.allocate(view, scores, torch.tensor(keep), {})
     for row, budget in enumerate(keep):
         present = [torch.where(view.valid[row, head])[0].tolist() for head in range(3)]
-        expected = shared_budget(allocator, scores[row].tolist(), present, budget)
+        expected = shared_budget(loops, allocator, scores[row].tolist(), present, budget)
         kept = [slots[slots >= 0].tolist() for slots in selection.slots[row]]
         assert kept == expected
         assert selection.details["counts"][row].tolist() == [len(slots) for slots in expected]
