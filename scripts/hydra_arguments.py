@@ -1,10 +1,13 @@
-"""Mends two things in command lines of sweeps that Hydra does not do: globs into folders, and values that belong to a choice."""
+"""Mends what Hydra does not do in command lines: globs into folders, values that belong to a choice, options of any class."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
+from omegaconf import OmegaConf
 
 from kvstitch.evaluation.records import RunError
 from kvstitch.kernels.common.spelling import did_you_mean
@@ -20,8 +23,42 @@ def prepare(arguments: Sequence[str], configs: Path) -> list[str]:
     Raises:
         RunError: a glob matches nothing.
     """
-    arguments = expand_globs(arguments, configs)
+    arguments = allow_any_option(expand_globs(arguments, configs), configs)
     return leave_values_to_jobs(arguments, configs) if {"-m", "--multirun"} & set(arguments) else arguments
+
+
+def allow_any_option(arguments: Sequence[str], configs: Path) -> list[str]:
+    """The command line with `++` before options that no file can list, because they are those of a class that a user chooses.
+
+    In `scorer=kvpress scorer.press._target_=kvpress.SnapKVPress scorer.press.window_size=16` Hydra would ask for a `+` before
+    the last. Options are taken as they are of a node whose `_target_` the command line gives, that a file leaves empty, or
+    whose class is none of ours; what its class does not take is refused when it is made.
+    """
+    keys = [text.partition("=")[0] for text in arguments if _is_override(text)]
+    chosen = {key.rpartition(".")[0] for key in keys if key.endswith("._target_")}
+    groups = {key.partition(".")[0] for key in keys if key.count(".") > 1} - {"hydra"}
+    nodes = {node.lstrip("+") for node in chosen}.union(*(_nodes_of_any_class(group, configs) for group in groups))
+
+    def is_free(key: str) -> bool:
+        plain = re.fullmatch(r"\w+(\.\w+)+", key) is not None and not key.endswith("._target_")
+        return plain and any(key.startswith(f"{node}.") for node in nodes)
+
+    return [f"++{text}" if _is_override(text) and is_free(text.partition("=")[0]) else text for text in arguments]
+
+
+def _nodes_of_any_class(group: str, configs: Path) -> set[str]:
+    """Mappings in the files of a group that are empty, or are made by a class from elsewhere."""
+    files = (configs / group).rglob("*.yaml")
+    return {node for file in files for node in _open_nodes(OmegaConf.to_container(OmegaConf.load(file)), group)}
+
+
+def _open_nodes(content: Mapping[str, Any], parent: str) -> Iterator[str]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            node = f"{parent}.{name}"
+            if not value or not str(value.get("_target_", "kvstitch.")).startswith("kvstitch."):
+                yield node
+            yield from _open_nodes(value, node)
 
 
 def leave_values_to_jobs(arguments: Sequence[str], configs: Path) -> list[str]:
