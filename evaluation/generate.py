@@ -22,7 +22,9 @@ from transformers import (
 from kvstitch.evaluation.answers import answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines, DenseRecord
 from kvstitch.evaluation.compactions import event_metrics
+from kvstitch.evaluation.dense_side import storage_metrics
 from kvstitch.evaluation.environment import peak_memory, reset_peak_memory
+from kvstitch.evaluation.kept_bytes import KeptBytes
 from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.options import check_least, check_types
@@ -111,17 +113,19 @@ def generate_sample(
                 answer |= {"question": number, "draw": again}
             numbers: dict[str, float | None] = {}
             if press is not None:
+                # What retrieval attends to is another matter, and it evicts nothing.
+                storage = Storage(kept=None if isinstance(press, RetrievalPress) else KeptBytes())
                 with press(loaded.model) as run:
-                    tokens, numbers = _generate(loaded, prompt, question, sampling, draw)
+                    tokens, numbers = _generate(loaded, prompt, question, sampling, draw, storage)
                 answer["pressed"] = graded(task, question, loaded.tokenizer, tokens)
                 if isinstance(press, RetrievalPress):
                     numbers |= index_metrics(run)
                 else:
                     events = list(run.events)
-                    numbers |= event_metrics(events, len(run.stored_tokens))
+                    numbers |= event_metrics(events, len(run.stored_tokens)) | storage.kept.metrics()
                 numbers["event_time_share"] = run.event_seconds / numbers["seconds"]
             if known is None:
-                tokens, dense = _generate(loaded, prompt, question, sampling, draw)
+                tokens, dense = _generate(loaded, prompt, question, sampling, draw, Storage())
                 dense_answers.append(tokens)
                 dense_measured.append({f"dense_{name}": value for name, value in dense.items()})
             else:
@@ -142,9 +146,9 @@ def generate_sample(
 
 
 def _generate(
-    loaded: LoadedModel, prompt: Sequence[int], question: Question, sampling: Sampling, draw: int
+    loaded: LoadedModel, prompt: Sequence[int], question: Question, sampling: Sampling, draw: int, storage: Storage
 ) -> tuple[list[int], dict[str, float | None]]:
-    """New tokens without the one that ended the answer, and what it took."""
+    """New tokens without the one that ended the answer, and what it took; `storage` takes in what was stored."""
     model, stop_ids = loaded.model, stop_token_ids(loaded)
     ids = torch.tensor([list(prompt)], device=model.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -154,7 +158,7 @@ def _generate(
         pad_token_id=loaded.tokenizer.pad_token_id,
         **sampling.options(),
     )
-    meter = _Meter(cache)
+    meter = _Meter(cache, storage)
     torch.manual_seed(draw)
     reset_peak_memory()
     start = now(model.device)
@@ -172,11 +176,7 @@ def _generate(
         "seconds": end - start,
         "prefill_seconds": meter.first_token - start,
         "decode_tokens_per_second": (len(tokens) - 1) / (end - meter.first_token) if len(tokens) > 1 else None,
-        "kv_bytes": meter.storage.peak_bytes,
-        "mean_kv_bytes": meter.storage.mean_bytes,
-        "auxiliary_bytes": meter.storage.peak_auxiliary_bytes,
-        "mean_slots": meter.storage.mean_slots,
-        "peak_slots": meter.storage.peak_slots,
+        **storage_metrics("", storage),
         **peak_memory(),
     }
     return tokens[:-1] if tokens[-1] in stop_ids else tokens, numbers
@@ -194,16 +194,16 @@ class _RefuseNaN(LogitsProcessor):
 class _Meter(StoppingCriteria):
     """Never stops anything; called after every token, it notes when the first one was there and what the cache stores."""
 
-    def __init__(self, cache: DynamicCache):
-        self.storage = Storage()
+    def __init__(self, cache: DynamicCache, storage: Storage):
         self.first_token: float | None = None
         self._cache = cache
+        self._storage = storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
         after_prompt = self.first_token is not None
         if not after_prompt:
             self.first_token = now(input_ids.device)
-        self.storage.measure(self._cache, tokens=1 if after_prompt else 0)
+        self._storage.measure(self._cache, tokens=1 if after_prompt else 0)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

@@ -14,11 +14,12 @@ from kvstitch.evaluation.answers import answer_metrics, graded
 from kvstitch.evaluation.baseline import DenseBaselines
 from kvstitch.evaluation.compactions import event_metrics
 from kvstitch.evaluation.dense_side import LiveDense, RecordedDense, dense_beside, storage_metrics
+from kvstitch.evaluation.kept_bytes import KeptBytes
 from kvstitch.evaluation.metrics import TokenComparison, compare_tokens, token_nll
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.recall import RecallRun
 from kvstitch.evaluation.results import SampleResult, make_record
-from kvstitch.evaluation.streams import Stream
+from kvstitch.evaluation.streams import Storage, Stream
 from kvstitch.evaluation.tasks.base import Question, Sample, Task
 from kvstitch.presses import CompactionEvent, EvictionPress
 
@@ -105,7 +106,7 @@ class _LockStep:
         # Those of the trace and of the last question: one sequence, whatever was asked in between.
         self.events: list[CompactionEvent] = []
         self.dense = dense
-        self._pressed = Stream(loaded.model) if run is not None else None
+        self._pressed = Stream(loaded.model, storage=Storage(kept=KeptBytes())) if run is not None else None
 
     def prefill(self, token_ids: Sequence[int]) -> dict[str, float | None]:
         """Seconds that the pressed model took."""
@@ -147,7 +148,9 @@ class _LockStep:
             return branch.greedy(question.max_new_tokens, self._stop_ids)
 
     def storage_metrics(self) -> dict[str, float | None]:
-        return storage_metrics("", self._pressed.storage if self._pressed is not None else None)
+        if self._pressed is None:
+            return storage_metrics("", None)
+        return storage_metrics("", self._pressed.storage) | self._pressed.storage.kept.metrics()
 
     def event_metrics(self) -> dict[str, float | None]:
         if self._run is None:

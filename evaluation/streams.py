@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvstitch.evaluation.kept_bytes import KeptBytes
 from kvstitch.evaluation.metrics import NonFiniteLogits
 
 
@@ -26,6 +27,7 @@ class Storage:
         peak_slots: most slots in any layer at any time, the prompt included.
         peak_bytes: most bytes of storage behind keys and values at any time, the prompt included.
         peak_auxiliary_bytes: most bytes beside them, looked at when the cache has new storage.
+        kept: what of it is attended to, measured along with it; None leaves that out.
     """
 
     slots_summed: float = 0.0
@@ -34,6 +36,7 @@ class Storage:
     peak_slots: int = 0
     peak_bytes: int = 0
     peak_auxiliary_bytes: int = 0
+    kept: KeptBytes | None = None
     _last_bytes: int = -1
 
     @property
@@ -60,6 +63,8 @@ class Storage:
             self._last_bytes = stored
             self.peak_auxiliary_bytes = max(self.peak_auxiliary_bytes, auxiliary_bytes(cache))
         self.peak_bytes = max(self.peak_bytes, stored)
+        if self.kept is not None:
+            self.kept.measure(cache, tokens)
 
     def note_peaks(self, cache: Cache) -> None:
         """Take in what a cache stores in the middle of a forward, when later layers may be empty yet."""

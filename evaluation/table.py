@@ -26,6 +26,10 @@ ROWS = known(
     "peak_slots",
     "mean_kv_bytes",
     "kv_bytes",
+    "mean_kept_bytes",
+    "kept_bytes",
+    "mean_unfreed_bytes",
+    "mean_freed_bytes",
     "auxiliary_bytes",
     "peak_process_bytes",
     "peak_device_bytes",
@@ -47,6 +51,8 @@ ROWS = known(
 )
 # An answer of a replay is a few tokens by design: how many they are tells nothing about the method.
 _ONLY_GENERATED = {"answer_tokens", "truncated", "repetition"}
+# Most methods free whatever they evict.
+_ONLY_ABOVE_ZERO = {"mean_unfreed_bytes"}
 ROOM_FOR_GROWTH = (
     "KV storage is larger than the dense model's although no more slots are stored: compressed caches take room for many "
     "tokens at once, which weighs on short samples"
@@ -74,6 +80,8 @@ def build_table(summary: Mapping[str, Any]) -> Table:
         if row.name in _ONLY_GENERATED and run["mode"] != "generate":
             continue
         if row.name in SHARED_PEAKS and not _cell(metrics.get(row.dense), row.write):
+            continue
+        if row.name in _ONLY_ABOVE_ZERO and not metrics.get(row.name, {}).get("mean"):
             continue
         cells = [_cell(metrics.get(name), row.write) for name in (row.name, row.dense) if name or has_press]
         cells = cells if has_press else cells[-1:]

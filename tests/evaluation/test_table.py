@@ -55,6 +55,20 @@ def test_pressed_and_dense_stand_side_by_side():
     assert "answer tokens" in shown(METRICS, run=RUN | {"mode": "generate"})
 
 
+def test_what_is_kept_and_freed_is_shown_where_it_was_measured_and_says_something():
+    kept = {"mean_kept_bytes": one(2**25), "kept_bytes": one(2**26), "mean_freed_bytes": one(2**30)}
+    text = shown(METRICS | kept | {"mean_unfreed_bytes": one(0.0)})
+    assert row(text, "KV attended to, mean") == ["KV attended to, mean", "32.0 MiB", "–"]
+    assert row(text, "KV attended to, peak") == ["KV attended to, peak", "64.0 MiB", "–"]
+    assert row(text, "evicted and freed") == ["evicted and freed, mean", "1.00 GiB", "–"]
+    assert "evicted but stored" not in text
+    ragged = shown(METRICS | kept | {"mean_unfreed_bytes": one(2**20)})
+    assert row(ragged, "evicted but stored") == ["evicted but stored, mean", "1.0 MiB", "–"]
+    # A method that frees nothing says so; a run from before these were measured says nothing.
+    assert row(shown(METRICS | kept | {"mean_freed_bytes": one(0.0)}), "evicted and freed")[1] == "0.0 B"
+    assert "attended to" not in shown(METRICS) and "evicted and freed" not in shown(METRICS)
+
+
 def test_the_table_fits_a_narrow_terminal():
     assert max(map(len, shown(METRICS, width=80).splitlines())) <= 80
 

@@ -46,6 +46,10 @@ def test_a_run_writes_its_folder_and_shows_its_table(script, tiny_arguments):
         "top1_agreement",
         "mean_slots",
         "kv_bytes",
+        "kept_bytes",
+        "mean_kept_bytes",
+        "mean_unfreed_bytes",
+        "mean_freed_bytes",
         "events",
     ):
         assert metrics["metrics"][name]["n"] == 3, name
