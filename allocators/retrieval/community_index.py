@@ -65,7 +65,7 @@ class CommunityIndex(RegionIndex):
         self._num_observed = 0
         self._new_edges: NewEdges | None = None
         self._built_length = 0
-        self.results: list[Partitioned] = []
+        self._described: dict[str, Tensor] = {}
         # Weighted degree of each slot's token in the graph it was just partitioned by, for growth rules that go on with it.
         self.fresh_degrees: Tensor | None = None
         # Whether the last build kept the regions that were there.
@@ -85,6 +85,9 @@ class CommunityIndex(RegionIndex):
         return self._observe(query, keys, positions, False, values)
 
     def _observe(self, query, keys, positions, has_empty, values):
+        if self._new_edges is not None:
+            # Of tokens decoded since the last build: the next one begins when this forward is over.
+            self._new_edges.move_to(self._edges)
         model = (self.frame.scaling, self.frame.softcap, self.frame.sink_logits)
         output = self._edges.observe(query, keys, positions, has_empty, *model, values)
         if self._geometry is not None:
@@ -116,6 +119,12 @@ class CommunityIndex(RegionIndex):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
+    def build(self, view, plan, scores=None):
+        order = super().build(view, plan, scores)
+        # Growth has taken what it goes on with.
+        self.fresh_degrees = None
+        return order
+
     def partition(self, view: LayerView, parts: Parts) -> Int64[Tensor, "B U T"]:
         if self._jobs is None and self._new_edges is not None:
             self._new_edges.move_to(self._edges)
@@ -132,10 +141,12 @@ class CommunityIndex(RegionIndex):
         unknown = (labels < 0) & (positions >= 0) & ~sinks
         self.fresh_degrees = None
         if self._jobs is not None:
-            self.results = self.frame.background.collect(self._jobs)
-            found = self._at_slots([result.labels for result in self.results], -1, positions)
-            self.fresh_degrees = self._at_slots([result.degrees for result in self.results], 0, positions).float()
-            self._set_coarse(positions)
+            results = self.frame.background.collect(self._jobs)
+            found = self._at_slots([result.labels for result in results], -1, positions)
+            self.fresh_degrees = self._at_slots([result.degrees for result in results], 0, positions).float()
+            self._set_coarse(results, positions)
+            numbers = ("modularity", "resolution", "num_leiden")
+            self._described = {name: torch.tensor([getattr(result, name) for result in results]) for name in numbers}
             labels = torch.where(unknown & (found >= 0), found + labels.amax(dim=-1, keepdim=True) + 1, labels)
         labels = self._on_keys(labels, view, unknown)
         due = unknown if self.growth.keeps_labels else per_unit(parts.body, units)
@@ -160,9 +171,9 @@ class CommunityIndex(RegionIndex):
         table = torch.from_numpy(table).to(positions.device).view(batch, -1, width)
         return per_unit(table, units).gather(-1, positions.clamp(min=0))
 
-    def _set_coarse(self, positions: Int64[Tensor, "B U T"]) -> None:
+    def _set_coarse(self, results: list[Partitioned], positions: Int64[Tensor, "B U T"]) -> None:
         """Coarser regions of all slots; earlier turns keep none, as theirs were of other graphs."""
-        levels = zip(*(result.coarse for result in self.results))
+        levels = zip(*(result.coarse for result in results))
         self.coarse = [self._at_slots(list(level), -1, positions) for level in levels]
 
     def _on_keys(self, labels: Tensor, view: LayerView, fresh: Tensor) -> Tensor:
@@ -230,12 +241,7 @@ class CommunityIndex(RegionIndex):
         return super().stored_bytes + self._edges.stored_bytes + geometry + new
 
     def describe(self) -> dict[str, Tensor]:
-        shown = super().describe()
-        if self.results:
-            shown["modularity"] = torch.tensor([result.modularity for result in self.results])
-            shown["resolution"] = torch.tensor([result.resolution for result in self.results])
-            shown["num_leiden"] = torch.tensor([result.num_leiden for result in self.results])
-        return shown
+        return super().describe() | self._described
 
 
 def _in_runs(labels: Tensor, positions: Tensor, left: Tensor, run_tokens: int) -> Tensor:

@@ -15,6 +15,22 @@ from kvstitch.kernels.topk_attention.api import TopKEdges, topk_attention, topk_
 AGGREGATIONS = ("query_group", "per_head", "per_layer")
 
 
+def check_neighbours(top_k: int, num_tokens: int, first_node: int) -> None:
+    """Raise unless a query of a prompt can leave out some of the tokens that may be its neighbours.
+
+    Args:
+        top_k: edges per query.
+        num_tokens: tokens of a row, padding excluded.
+        first_node: first token that may be a neighbour: sinks are none.
+    """
+    most = max(0, num_tokens - first_node)
+    if top_k >= most:
+        raise ValueError(
+            f"top_k must be less than the {most} tokens of the prompt that can be neighbours ({num_tokens} without "
+            f"padding, of which {first_node} are sinks), got {top_k}"
+        )
+
+
 class EdgeStore:
     """The top-k edges of the queries seen so far, between positions, so that reordering the storage leaves them right.
 
@@ -61,14 +77,16 @@ class EdgeStore:
     ) -> Float[Tensor, "B Q N D2"] | None:
         """Adds the edges of the queries of the last N slots; with `values`, returns the output of their attention."""
         aggregation = "per_head" if self.aggregation == "per_head" else "query_group"
-        first = (positions[:, 0] < 0).long().cumprod(dim=-1).sum(dim=-1) if has_empty else None
+        first, asked = None, positions[:, 0, -query.shape[2] :]
+        if has_empty:
+            query, asked, keys, positions, first = _empty_in_front(query, asked, keys, positions)
         options = (scaling, self.top_k, self._num_sinks, aggregation, self._group_mean, first, softcap, sink_logits)
         if values is None:
             output, edges = None, topk_edges(query, keys, *options, query_stride=self.stride)
         else:
             output, *lists = topk_attention(query, keys, values, *options, query_stride=self.stride)
             edges = TopKEdges(*lists)
-        self.add(positions[:, 0, -query.shape[2] :], _at(positions, edges.indices), edges.weights, self.stride)
+        self.add(asked, _at(positions, edges.indices), edges.weights, self.stride)
         return output
 
     def add(self, queries: Int64[Tensor, "B N"], keys: Tensor, weights: Tensor, repeats: int = 1) -> None:
@@ -166,6 +184,29 @@ def attention_graph(
     return graph
 
 
+def _empty_in_front(
+    query: Tensor, asked: Int64[Tensor, "B N"], keys: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same rows as under left padding, and `[B]` their first tokens: padding inside a row takes no weight then.
+
+    Queries are put in order by themselves: those that are padding would stand at tokens of an earlier forward, and their
+    position -1 tells that they leave no edges. Waits for the device, at forwards of several tokens of batches with padding.
+
+    Args:
+        asked: positions of the queries.
+    """
+    valid = positions[:, 0] >= 0
+    first = (~valid).sum(dim=-1)
+    if not bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+        return query, asked, keys, positions, first
+    order = valid.int().argsort(dim=-1, stable=True)
+    of_queries = (asked >= 0).int().argsort(dim=-1, stable=True)
+    query = query.gather(2, of_queries[:, None, :, None].expand_as(query))
+    keys = keys.gather(2, order[:, None, :, None].expand_as(keys))
+    positions = positions.gather(2, order[:, None].expand_as(positions))
+    return query, asked.gather(1, of_queries), keys, positions, first
+
+
 def _at(positions: Tensor, columns: Tensor) -> Tensor:
     """Positions of key columns `[B, U, N, k]`; -1 stays."""
     units = columns.shape[1]
@@ -199,6 +240,8 @@ class NewEdges:
 
     def move_to(self, edges: EdgeStore) -> None:
         """Adds everything to `edges` and is empty afterwards."""
+        if self._count == 0:
+            return
         used = slice(0, self._count)
         edges.add(self._queries[:, used].clone(), self._keys[:, :, used].clone(), self._weights[:, :, used].clone())
         self._count = 0

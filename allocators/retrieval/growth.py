@@ -55,6 +55,8 @@ class ChunkGrowth(Growth):
 
     def __init__(self, tokens: int, bounds: bool = False):
         self._tokens, self._bounds = tokens, bounds
+        # Whether some row began the last chunk later than others.
+        self._has_late = False
 
     def leave(self, index, slot, step, joins):
         place = (slot - index.tail_start) % self._tokens
@@ -64,6 +66,12 @@ class ChunkGrowth(Growth):
             store.starts[..., -1] = slot
             store.bias[..., -1] = 0
             index.label(slice(slot, slot + self._tokens), store.num - 1)
+            self._has_late = False
+        if joins is not None:
+            self._has_late = True
+        elif self._has_late:
+            # From here on all rows count the slot, but not all have counted as many.
+            joins = torch.ones_like(store.starts[:, :1, 0], dtype=torch.bool)
         if joins is not None:
             # Only the first slots of a chunk can be sinks, so what remains is still one range.
             store.starts[..., -1] += ~joins

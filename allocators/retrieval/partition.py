@@ -121,10 +121,11 @@ def capped(labels: np.ndarray, degrees: np.ndarray, most: int, run_tokens: int) 
     """
     sizes = np.bincount(labels)
     weights = np.bincount(labels, degrees)
-    order = np.lexsort((weights, sizes, weights > 0))
+    linked = weights > 0
+    order = np.lexsort((weights, sizes, linked & (sizes == 1), linked))
     pooled_tokens = np.cumsum(sizes[order])
     remaining = len(sizes) - 1 - np.arange(len(sizes)) + -(-pooled_tokens // run_tokens)
-    num_pooled = int((weights == 0).sum())
+    num_pooled = int((~linked).sum())
     if num_pooled == 0 and len(sizes) <= most:
         return labels
     if len(sizes) - num_pooled + -(-int(sizes[order][:num_pooled].sum()) // run_tokens) > most:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvstitch.allocators.retrieval import CommunityRetrieval, ReadPlan
+from kvstitch.allocators.retrieval.community_index import CommunityIndex
 from kvstitch.allocators.retrieval.graph import attention_graph
 from kvstitch.allocators.retrieval.partition import leiden
 
@@ -129,9 +130,11 @@ def test_a_later_turn_leaves_old_communities_alone(make_layer, read_plan):
         assert frozenset(range(65, 69)) in after, "tokens that were decoded keep their chunk"
 
 
-def test_a_refresh_partitions_everything_again(make_layer, read_plan):
+def test_a_refresh_partitions_everything_again(make_layer, read_plan, monkeypatch):
     """Old and decoded tokens are nodes of one graph; the snapshot is taken when due and used a window later."""
     layer = make_layer(padding=(0, 0), most=60)
+    cut, found = CommunityIndex._cut, []
+    monkeypatch.setattr(CommunityIndex, "_cut", lambda self, edges: found.append(cut(self, edges)) or found[-1])
     index = observed(layer, CommunityRetrieval(**PLAIN, top_k=3, refresh=8), [70], has_empty=False)
     plan = read_plan(26, SINKS, RECENT)
     layer.permute(index.build(layer.view(), plan))
@@ -148,9 +151,10 @@ def test_a_refresh_partitions_everything_again(make_layer, read_plan):
         slots = reads.slots[..., SINKS:][..., [0, 4, 9]].int()
         index.update(step, torch.full((2, 2, 3), 0.2), slots)
     assert due_at == [8 + RECENT + 1]
-    assert len(index.results) == 4
+    assert len(found) == 8
     # All tokens up to the snapshot were nodes, the decoded ones among them.
-    assert all((result.labels[SINKS:78] >= 0).all() for result in index.results)
+    assert all((result.labels[SINKS:78] >= 0).all() for result in found[4:])
+    assert index.describe()["modularity"].tolist() == pytest.approx([result.modularity for result in found[4:]])
     regions = regions_of(layer, index, 0, 0)
     assert sorted(p for region in regions for p in region) == list(range(SINKS, layer.length - RECENT))
 

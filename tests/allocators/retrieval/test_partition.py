@@ -105,8 +105,9 @@ def test_pooling_by_hand():
     degrees = np.array([0, 1, 1, 0, 1, 1, 1, 5, 0.1, 2])
     # Tokens 0 and 3 have no edges and are pooled in any case.
     assert capped(labels, degrees, 10, 2).tolist() == [0, 1, 1, 0, 2, 2, 2, 3, 4, 5]
-    # The single token of least degree goes next, and with it the one after.
-    assert capped(labels, degrees, 5, 2).tolist() == [0, 1, 1, 0, 2, 2, 2, 3, 4, 4]
+    # The smallest community goes next, single tokens with edges last: of them the one of least degree.
+    assert capped(labels, degrees, 5, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 3, 4]
+    assert capped(labels, degrees, 4, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 1, 3]
     # At most so many, but not fewer than runs of two can be.
     assert capped(labels, degrees, 1, 2).max() == 4
     assert capped(labels[1:3], degrees[1:3], 1, 2).tolist() == [0, 0]
