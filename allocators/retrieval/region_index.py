@@ -153,6 +153,10 @@ class RegionIndex(LayerIndex):
         labels = layout.labels if self.growth.keeps_labels else torch.where(body, layout.labels, -1)
         num = layout.starts.shape[-1]
         rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
+        if view.keys.element_size() == 2 and not self.growth.joins_built and not self.coarse:
+            # Half of the bytes beside the cache, and scores are no finer than the keys that they stand for. Means that
+            # move with every token, and sums over a tree, would lose what is added to them.
+            rows = rows.to(view.keys.dtype)
         values = centroids(view.values, labels, num).to(view.values.dtype) if self.options.replacement else None
         return RegionStore(layout, rows, values, has_listed=self.growth.joins_built, by_row=bool(self.coarse))
 

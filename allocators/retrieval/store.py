@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kvstitch.allocators.retrieval.layout import Layout
 
-# Room for regions that open while the model decodes; grown in strides, so that a step copies nothing.
-_LEAST_GROWTH = 64
+# Room for regions that open while the model decodes; grown in strides, so that hardly a step copies anything, and in small
+# ones, because room is memory: a region opens every 16 tokens, so that these serve 256.
+_LEAST_GROWTH = 16
 
 
 class RegionStore:
@@ -24,7 +25,8 @@ class RegionStore:
         counts: `[B, U, C]` int64, all members that may be read: `sizes`, and those that are listed elsewhere; the same
             tensor as `sizes` if none ever is.
         bias: `[B, U, C]` 0, or -inf where there is no member.
-        vectors: `[B, U, E, C]` float32 representatives, E = D for centroids, 2 D for bounds (largest, smallest).
+        vectors: `[B, U, E, C]` representatives, E = D for centroids, 2 D for bounds (largest, smallest); float32, or the
+            dtype of a cache of half precision.
         values: `[B, U, C, D]` mean values in the dtype of the values, or None.
     """
 
@@ -38,7 +40,7 @@ class RegionStore:
     def __init__(
         self,
         layout: Layout,
-        rows: Float32[Tensor, "B U C E"],
+        rows: Float[Tensor, "B U C E"],
         values: Float[Tensor, "B U C D"] | None = None,
         has_listed: bool = False,
         by_row: bool = False,
@@ -64,7 +66,7 @@ class RegionStore:
         return self.values is not None
 
     @property
-    def vector_rows(self) -> Float32[Tensor, "B U C E"]:
+    def vector_rows(self) -> Float[Tensor, "B U C E"]:
         """Representatives of all columns that there is room for, zero in those that were never used."""
         vectors = self._tensors["vectors"]
         return vectors.transpose(2, 3) if self._by_dimension else vectors
@@ -73,7 +75,7 @@ class RegionStore:
         """Makes an empty column at the end."""
         self.num += 1
         if self.num > self.capacity:
-            extra = max(_LEAST_GROWTH, self.capacity // 4)
+            extra = max(_LEAST_GROWTH, self.capacity // 64)
             by_row = ("values",) if self._by_dimension else ("values", "vectors")
             for name, tensor in self._tensors.items():
                 padding = (0, 0, 0, extra) if name in by_row else (0, extra)
@@ -83,9 +85,9 @@ class RegionStore:
         self._refresh()
 
     def score(self, rows: Float32[Tensor, "B U N E"]) -> Float32[Tensor, "B U N C"]:
-        """Product of each row with each representative; -inf for columns without members."""
+        """Product in float32 of each row with each representative; -inf for columns without members."""
         batch, units, count, _ = rows.shape
-        return torch.baddbmm(self._flat_bias, rows.flatten(0, 1), self._flat_vectors).view(
+        return torch.baddbmm(self._flat_bias, rows.flatten(0, 1), self._flat_vectors.float()).view(
             batch, units, count, self.num
         )
 
@@ -97,10 +99,9 @@ class RegionStore:
 
     def average_last(self, key: Tensor, value: Tensor | None, weight: "float | Tensor") -> None:
         """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
-        self._last_vector.lerp_(key, weight)
-        if value is not None:
-            mean = self.values[:, :, -1]
-            mean.copy_(torch.lerp(mean.float(), value, weight))
+        means = [(self._last_vector, key)] if value is None else [(self._last_vector, key), (self.values[:, :, -1], value)]
+        for mean, new in means:
+            mean.copy_(torch.lerp(mean.float(), new, weight))
 
     def widen_last(self, key: Tensor, weight: "float | Tensor") -> None:
         """Extends the bounds of the last column; weight 1 sets them, 0 leaves them."""

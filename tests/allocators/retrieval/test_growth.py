@@ -52,6 +52,31 @@ def test_chunks_are_regions_with_mean_keys(start, chunk_growth):
                 assert torch.allclose(index.store.vectors[row, head, :, region].double(), mean, atol=1e-5)
 
 
+@pytest.mark.parametrize("growth, dtype", [("chunk", torch.bfloat16), ("nearest", torch.float32)])
+def test_means_of_a_cache_of_half_precision(make_layer, given_regions, read_plan, chunk_growth, growth, dtype):
+    """They take half of the bytes where they are means of a few tokens, and are scored in float32 against any query."""
+    layer = make_layer(length=LENGTH, padding=(0, 6), seed=5)
+    layer.all_keys, layer.all_values = layer.all_keys.bfloat16(), layer.all_values.bfloat16()
+    labels = torch.randint(0, 6, (1, 1, LENGTH + 40), generator=torch.Generator().manual_seed(2))
+    rule = chunk_growth() if growth == "chunk" else NearestGrowth()
+    index = given_regions(layer.frame(SINKS), RegionOptions(replacement=2), rule, labels)
+    layer.permute(index.build(layer.view(), read_plan(20, SINKS, RECENT)))
+    for _ in range(11):
+        layer.append()
+        index.select(layer.step())
+    assert index.store.vectors.dtype == dtype
+    rows = torch.randn(2, 2, 3, layer.all_keys.shape[-1], generator=torch.Generator().manual_seed(1))
+    scores = index.store.score(rows)
+    assert scores.dtype == torch.float32
+    for row in range(2):
+        for head in range(2):
+            for region, members in members_now(layer, index, row, head).items():
+                mean = sum(layer.key(row, head, p) for p in members) / len(members)
+                assert torch.allclose(index.store.vectors[row, head, :, region].double(), mean, atol=2e-2)
+                expected = rows[row, head].double() @ index.store.vectors[row, head, :, region].double()
+                assert torch.allclose(scores[row, head, :, region].double(), expected, atol=1e-5)
+
+
 def test_nearest_joins_the_nearest_centroid(start):
     layer, index, labels = start(NearestGrowth())
     expected = {}
