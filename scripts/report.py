@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvstitch.evaluation.records import RunError
-from kvstitch.evaluation.report import find_runs, paper_tables, sections_of, write_report
+from kvstitch.evaluation.report import find_runs, papers_of, sections_of, write_report
 from kvstitch.evaluation.report.runs import grouped
 from kvstitch.evaluation.report.tables import print_sections
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not runs:
             reasons = [f"{reason}: {', '.join(names)}" for reason, names in grouped(problems)]
             raise RunError("\n".join(["no finished run in " + ", ".join(map(str, options.runs)), *reasons]))
-        sections, papers = sections_of(runs), () if options.no_papers else paper_tables()
+        sections, papers = sections_of(runs), () if options.no_papers else papers_of(runs)
         console = Console()
         print_sections(sections, console if console.is_terminal else Console(width=_FILE_WIDTH), problems, papers)
         for path in write_report(options.output or parent / "report", sections, problems, options.title, papers):

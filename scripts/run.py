@@ -27,6 +27,9 @@ from rich.console import Console
 from sweep import DONE, FAILED, NOT_RUN, ON_ERROR, READ, RUNNING, SweepFolder
 
 from kvstitch.evaluation.options import check_choice, check_type
+from kvstitch.evaluation.paper_reading import read_tables
+from kvstitch.evaluation.paper_records import record_tables
+from kvstitch.evaluation.paper_tables import PaperTable
 from kvstitch.evaluation.records import METRICS, FolderInUse, RunError, RunFolder, folder_name
 from kvstitch.evaluation.table import print_table
 
@@ -35,13 +38,14 @@ DENSE = ".dense"
 
 
 class Job(NamedTuple):
-    """One run that was asked for: its resolved configuration, the names of the chosen options, where it is written, and
-    where what the dense model gave is shared with other runs."""
+    """One run that was asked for: its resolved configuration, the names of the chosen options, where it is written, where
+    what the dense model gave is shared with other runs, and what a paper states beside it."""
 
     plain: dict[str, Any]
     choices: dict[str, str]
     folder: RunFolder
     dense_folder: Path | None
+    papers: tuple[PaperTable, ...]
 
 
 def compose_job(config: DictConfig) -> Job:
@@ -49,24 +53,28 @@ def compose_job(config: DictConfig) -> Job:
 
     Raises:
         RunError: a part is missing, or there is a key that nobody reads.
-        TypeError: `output_dir` is no text, or `reuse_dense` no truth value.
-        ValueError: `on_error` is none of its choices.
+        TypeError: `output_dir` is no text, `reuse_dense` no truth value, or something in `paper` of the wrong kind.
+        ValueError: `on_error` is none of its choices, or `paper` holds what nobody reads.
     """
     raw = OmegaConf.to_container(config, resolve=False)
     _require_parts(raw)
     require_keys(raw, CONFIGS)
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     choices = dict(HydraConfig.get().runtime.choices)
-    # Where a run is written, what follows its failure and who computed the dense side do not change what it is.
-    output_dir, on_error, reuse_dense = (plain.pop(name) for name in ("output_dir", "on_error", "reuse_dense"))
+    # Where a run is written, what follows its failure, who computed the dense side and what a paper states beside it do not
+    # change what it is.
+    output_dir, on_error, reuse_dense, paper = (
+        plain.pop(name) for name in ("output_dir", "on_error", "reuse_dense", "paper")
+    )
     check_type("output_dir", output_dir, str)
     check_choice("on_error", on_error, ON_ERROR)
     check_type("reuse_dense", reuse_dense, bool)
+    papers = read_tables(paper)
     output_dir = Path(output_dir)
     if output_dir == Path():
         raise RunError("output_dir must name a folder of its own, such as runs, not the present one")
     folder = RunFolder(output_dir / folder_name(readable(plain, choices), plain))
-    return Job(plain, choices, folder, output_dir / DENSE if reuse_dense else None)
+    return Job(plain, choices, folder, output_dir / DENSE if reuse_dense else None, papers)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -80,7 +88,9 @@ def run(job: Job) -> dict[str, Any]:
         # Here and not above: torch and transformers take seconds, which a typo or a finished run should not cost.
         from run_job import evaluate
 
-        metrics = evaluate(*job)
+        metrics = evaluate(job.plain, job.choices, job.folder, job.dense_folder)
+    # Of a run that was finished before, too: its figures may have come since.
+    record_tables(job.folder, job.papers)
     _draw(job.folder)
     return metrics
 

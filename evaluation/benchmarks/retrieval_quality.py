@@ -12,9 +12,11 @@ import torch
 
 from kvstitch.allocators.retrieval import RetrievingAllocator
 from kvstitch.evaluation.benchmarks.retrieval_shared import SharedPrompt
-from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, overview
+from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, overview, published
 from kvstitch.evaluation.closed_loop import prefilled_but
 from kvstitch.evaluation.models import LoadedModel, load_smollm2, max_positions
+from kvstitch.evaluation.options import check_choice
+from kvstitch.evaluation.paper_reading import read_tables
 from kvstitch.evaluation.progress import Progress
 from kvstitch.evaluation.records import RunFolder, config_hash, write_text
 from kvstitch.evaluation.tasks import Needle, Reasoning, Text
@@ -43,6 +45,8 @@ class QualityBenchmark:
         output: folder of the records.
         threads: torch threads.
         press: further arguments of the press, by name.
+        paper: tables of a paper, as `read_tables` takes them; no part of what a record depends on.
+        paper_rows: the names of the rows that a method is in them.
         model: loads the model.
     """
 
@@ -55,6 +59,8 @@ class QualityBenchmark:
     output: str = "runs/community_quality"
     threads: int = 2
     press: Mapping[str, Any] = field(default_factory=dict)
+    paper: Mapping[str, Any] | None = None
+    paper_rows: Mapping[str, Sequence[str]] = field(default_factory=dict)
     model: Callable[[], LoadedModel] = load_smollm2
 
     def __post_init__(self):
@@ -70,6 +76,10 @@ class QualityBenchmark:
         names = [_short(text) for text in self.texts]
         if len(set(names)) < len(names):
             raise ValueError(f"texts must differ in their names, got {', '.join(names)}")
+        stated = [row.name for table in read_tables(self.paper) for row in table.rows]
+        for method, rows in self.paper_rows.items():
+            for row in rows:
+                check_choice(f"paper_rows.{method}", row, stated)
 
     def run(self) -> list[dict[str, Any]]:
         """An overview, a row for each text, length and method; the full tables are printed before it."""
@@ -90,7 +100,7 @@ class QualityBenchmark:
                         records[record["id"]] = record
                         progress.note(f"{record['id']}: KL {record['metrics']['kl']:.4f}")
             chosen = [records[record_id] for record_id in wanted]
-            tables = markdown(chosen)
+            tables = markdown(chosen) + published(chosen, read_tables(self.paper), self.paper_rows)
             write_text(folder.path / "tables.md", tables)
         print(tables)
         return overview(chosen)

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvstitch.evaluation.paper_tables import PaperTable, written
+
 Record = Mapping[str, Any]
 # The methods that the closing lines speak of, by their names in the configuration.
 OURS, BASELINES, ORACLE, GAP_FROM = "recommended", ("quest", "paper"), "oracle", "quest"
@@ -41,6 +43,26 @@ def markdown(records: Sequence[Record]) -> str:
             parts.append(f"budget {budget}\n\n" + _detail_table([r for r in same if r["budget"] == budget]))
         parts.append("\n".join(f"- {line}" for line in verdicts(same)) + "\n")
     return "\n".join(parts)
+
+
+def published(records: Sequence[Record], papers: Sequence[PaperTable], rows: Mapping[str, Sequence[str]]) -> str:
+    """What papers state, beside KL over all texts and lengths; `rows` are the names of a method's rows. Nothing without any."""
+    parts = []
+    for table in papers:
+        lines = [["dense", "", "dense", written(table.dense), "–"]] if table.dense is not None else []
+        for method, budget in _unique((record["method"], record["budget"]) for record in records):
+            for row in table.rows:
+                figure = table.figure(row, budget) if row.name in rows.get(method, ()) else None
+                if figure is not None:
+                    kl = mean(_values(records, method, budget, "kl"))
+                    lines.append([method, str(budget), row.name, written(figure), f"{kl:.4f}"])
+        if any(line[0] != "dense" for line in lines):
+            head = ["method here", "budget here", "in the paper", f"paper: {table.measured}", "here: KL"]
+            parts.append(
+                f"\nPublished: {table.name}. The paper's: {written(table.model)}; {table.task}. Another model and other data than "
+                f"here, so that only the order of methods compares\n\n{_table([head, *lines])}"
+            )
+    return "".join(parts)
 
 
 def overview(records: Sequence[Record]) -> list[dict[str, Any]]:

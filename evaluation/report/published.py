@@ -1,149 +1,152 @@
-"""Figures that papers state, as data, and which of our entries they can stand beside."""
+"""What papers state, beside the entries of ours that are the same method at the same budget."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kvstitch.evaluation.metric_titles import KNOWN_METRICS
+from kvstitch.evaluation.metric_titles import KNOWN_METRICS, Metric
+from kvstitch.evaluation.paper_reading import paper_tables
+from kvstitch.evaluation.paper_tables import Figure, PaperRow, PaperTable, written
 from kvstitch.evaluation.report.names import flat
+from kvstitch.evaluation.report.runs import Run
 from kvstitch.evaluation.report.sections import Entry, Section
 
-Figure = float | str | tuple[float, ...]
-PAPERS = Path(__file__).parent / "papers"
+# Columns of `summary.csv`. No difference to ours is among them: model, task and metric are others.
+PAPER_COLUMNS = (
+    "paper_source",
+    "paper_model",
+    "paper_task",
+    "paper_metric",
+    "paper_unit",
+    "paper_method",
+    "paper_figure",
+    "paper_dense",
+)
+# Between the figures of several tables in one cell.
+_AND = " | "
 
 
 @dataclass(frozen=True)
-class PaperRow:
-    """One row of a paper's table.
+class Pair:
+    """A paper's figure and the entry of ours that it stands beside.
 
     Args:
-        name: as the paper calls it.
-        match: what a configuration of ours must have to be the same method: the names of `press`, `scorer` and `allocator`,
-            and leaves by their dotted names; a list holds alternatives.
-        values: one for each budget of the table: a number, one number a model, or a text where the paper gives a bound.
+        entry: ours.
+        method: as the paper calls it.
+        figure: the paper's.
     """
 
-    name: str
-    match: Mapping[str, Any]
-    values: tuple[Figure | None, ...]
+    entry: Entry
+    method: str
+    figure: Figure
 
-    def is_method_of(self, entry: Entry) -> bool:
-        """Whether an entry is this method, whatever its budget."""
-        run = entry.runs[0]
-        known = flat(run.config) | {name: run.labels[name] for name in ("press", "scorer", "allocator")}
-        return all(
-            known.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in self.match.items()
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's table beside a section.
+
+    Args:
+        table: the paper's.
+        metric: ours that stands beside it.
+        pairs: at least one.
+    """
+
+    table: PaperTable
+    metric: Metric
+    pairs: tuple[Pair, ...]
+
+
+def papers_of(runs: Iterable[Run]) -> tuple[PaperTable, ...]:
+    """The tables that this installation knows, and those that the runs' folders hold, which are preferred: a report is drawn
+    from what a run recorded."""
+    recorded = {table.name: table for run in runs for table in run.papers}
+    return tuple(({table.name: table for table in paper_tables()} | recorded).values())
+
+
+def published(section: Section, papers: Sequence[PaperTable]) -> list[Published]:
+    """The tables that have figures for a section, in their order.
+
+    A table that a run's experiment brought needs one of the section's entries. Any other needs two methods (one, if it has no
+    more): one figure alone compares nothing.
+    """
+    brought = {table.name for entry in section.entries for run in entry.runs for table in run.papers}
+    found = []
+    for table in papers:
+        least = 1 if table.name in brought else min(2, len(table.rows))
+        beside = _beside(section, table, least)
+        if beside is not None:
+            found.append(beside)
+    return found
+
+
+def paper_cells(found: Sequence[Published], entry: Entry, metric: str) -> list[str]:
+    """A cell for each of `PAPER_COLUMNS`; empty ones where no paper states anything for an entry and this metric of ours."""
+    stated = [
+        (one.table, pair) for one in found if one.metric.name == metric for pair in one.pairs if pair.entry is entry
+    ]
+    lines = [
+        (
+            table.name,
+            written(table.model),
+            table.task,
+            table.metric,
+            table.unit or "",
+            pair.method,
+            written(pair.figure),
+            "" if table.dense is None else written(table.dense),
         )
+        for table, pair in stated
+    ]
+    return [_AND.join(cells) for cells in zip(*lines)] if lines else [""] * len(PAPER_COLUMNS)
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """A table or figure of a paper, as far as its numbers are known here.
-
-    Args:
-        name: paper and table.
-        metric: what is measured, with its unit.
-        model, data: on what.
-        tasks: those of our tasks that are of the same kind; None: any, because the order of methods is what compares.
-        ours: our metrics that stand beside it; the first one that a section has.
-        experiment: the file in `configs/experiment/` that makes our rows.
-        budgets: tokens; None: the paper names none, or the row holds at any.
-        dense: the uncompressed model's; None if it is not stated.
-        rows: of the methods.
-    """
-
-    name: str
-    metric: str
-    model: str
-    data: str
-    tasks: tuple[str, ...] | None
-    ours: tuple[str, ...]
-    experiment: str
-    budgets: tuple[int, ...] | None
-    dense: Figure | None
-    rows: tuple[PaperRow, ...]
-
-    def value(self, row: PaperRow, entry: Entry) -> Figure | None:
-        """What the paper states for a row at an entry's budget."""
-        if self.budgets is None:
-            return row.values[0]
-        if not entry.budget.endswith(" tokens") or entry.budget_value not in self.budgets:
-            return None
-        return row.values[self.budgets.index(int(entry.budget_value))]
+def paper_json(found: Sequence[Published]) -> list[dict[str, Any]]:
+    """The same for programs: a table each, with `beside`, the name of our metric, and `rows` of our method and budget, the
+    paper's name for it and its figure, or a list of one figure a model."""
+    return [
+        {
+            "source": one.table.source,
+            "table": one.table.table,
+            **{name: getattr(one.table, name) for name in ("model", "task", "metric", "unit", "dense")},
+            "beside": one.metric.name,
+            "rows": [
+                {
+                    "method": pair.entry.method,
+                    "budget": pair.entry.budget,
+                    "paper_method": pair.method,
+                    "figure": pair.figure,
+                }
+                for pair in one.pairs
+            ],
+        }
+        for one in found
+    ]
 
 
-@cache
-def paper_tables() -> tuple[PaperTable, ...]:
-    """All tables of all papers, in the order of their files.
-
-    Raises:
-        ValueError: a row that has not one value for each budget.
-    """
-    return tuple(
-        _table(paper["paper"], table)
-        for path in sorted(PAPERS.glob("*.yaml"))
-        for paper in [yaml.safe_load(path.read_text(encoding="utf-8"))]
-        for table in paper["tables"]
-    )
-
-
-def published_rows(section: Section, paper: PaperTable) -> tuple[str, list[tuple[str, ...]]]:
-    """What a paper states beside what was measured here.
-
-    Returns:
-        The title of our metric, and rows of method, budget, the paper's name for it, its figure and ours. No rows where the
-        section has none of the metrics, or fewer than two of the methods (all, if the paper has one) at the paper's budgets.
-    """
-    if not section.pressed or paper.tasks is not None and section.pressed[0].runs[0].labels["task"] not in paper.tasks:
-        return "", []
-    for metric in paper.ours:
-        title, write = KNOWN_METRICS[metric].title, KNOWN_METRICS[metric].write
-        rows = []
-        for entry in section.pressed:
-            ours = entry.value(metric)
-            matching = [row for row in paper.rows if row.is_method_of(entry)]
-            known = [(row, value) for row in matching if (value := paper.value(row, entry)) is not None]
-            if ours is not None:
-                rows += [
-                    (entry.method, entry.budget, row.name, _stated(value), write(ours.mean)) for row, value in known
-                ]
-        if len({name for _, _, name, *_ in rows}) >= min(2, len(paper.rows)):
-            dense = section.dense(metric)
-            if paper.dense is not None:
-                rows.insert(
-                    0, ("dense", "", "dense", _stated(paper.dense), "–" if dense is None else write(dense.mean))
-                )
-            return title, rows
-    return "", []
+def _beside(section: Section, table: PaperTable, least: int) -> Published | None:
+    """By the first of our metrics that at least so many of the table's methods have."""
+    if not section.pressed:
+        return None
+    if table.our_tasks is not None and section.pressed[0].runs[0].labels["task"] not in table.our_tasks:
+        return None
+    for metric in table.our_metrics:
+        pairs = [
+            Pair(entry, row.name, figure)
+            for entry in section.pressed
+            if entry.value(metric) is not None
+            for row in _rows_of(table, entry)
+            if (figure := table.figure(row, _tokens(entry))) is not None
+        ]
+        if len({pair.method for pair in pairs}) >= least:
+            return Published(table, KNOWN_METRICS[metric], tuple(pairs))
+    return None
 
 
-def _stated(figure: Figure) -> str:
-    return " / ".join(map(str, figure)) if isinstance(figure, tuple) else str(figure)
+def _rows_of(table: PaperTable, entry: Entry) -> list[PaperRow]:
+    run = entry.runs[0]
+    known = flat(run.config) | {name: run.labels[name] for name in ("press", "scorer", "allocator")}
+    return [row for row in table.rows if row.fits(known)]
 
 
-def _table(paper: str, plain: Mapping[str, Any]) -> PaperTable:
-    budgets, tasks = (None if plain[name] is None else tuple(plain[name]) for name in ("budgets", "tasks"))
-    rows = []
-    for name, row in plain["rows"].items():
-        values = [row["values"]] if budgets is None else row["values"]
-        if len(values) != len(budgets or (None,)):
-            raise ValueError(f"{paper}, {plain['name']}: {name} must have one value for each of {len(budgets)} budgets")
-        rows.append(PaperRow(name, row["match"], tuple(map(_figure, values))))
-    others = {key: plain[key] for key in ("metric", "model", "data", "experiment")}
-    return PaperTable(
-        name=f"{paper}, {plain['name']}",
-        ours=tuple(plain["ours"]),
-        budgets=budgets,
-        tasks=tasks,
-        dense=_figure(plain["dense"]),
-        rows=tuple(rows),
-        **others,
-    )
-
-
-def _figure(plain: Any) -> Figure | None:
-    return tuple(plain) if isinstance(plain, list) else plain
+def _tokens(entry: Entry) -> float | None:
+    return entry.budget_value if entry.budget.endswith(" tokens") else None

@@ -8,6 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from kvstitch.evaluation.paper_records import recorded_tables
+from kvstitch.evaluation.paper_tables import PaperTable
 from kvstitch.evaluation.records import (
     CONFIG,
     ERROR,
@@ -37,6 +39,7 @@ class Run:
         summary: as in `metrics.json`.
         records: as in `predictions.jsonl`, in the task's order.
         meta: as in `run_meta.json`.
+        papers: as in `paper.json`.
     """
 
     path: Path
@@ -44,6 +47,7 @@ class Run:
     summary: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
     meta: Mapping[str, Any]
+    papers: tuple[PaperTable, ...] = ()
 
     @property
     def labels(self) -> Mapping[str, Any]:
@@ -88,7 +92,7 @@ def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
         read = _read(folder)
         if isinstance(read, Run):
             runs.append(read)
-            problems += _without_pictures(folder)
+            problems += [*_without_pictures(folder), *_papers(folder)[1]]
         else:
             problems.append(read)
     merged, incomplete = _merge_shards(runs)
@@ -110,7 +114,7 @@ def _read(path: Path) -> Run | Problem:
     except (RunError, OSError) as error:
         return Problem(path, str(error))
     fault = _fault(config, metrics, records)
-    return Problem(path, f"damaged: {fault}") if fault else Run(path, config, metrics, records, meta)
+    return Problem(path, f"damaged: {fault}") if fault else Run(path, config, metrics, records, meta, _papers(path)[0])
 
 
 def _why_unfinished(error: Path) -> str:
@@ -138,6 +142,14 @@ def _without_pictures(path: Path) -> list[Problem]:
         for name in (KEPT_POSITIONS, REGIONS)
         if (path / name).exists() and not zipfile.is_zipfile(path / name)
     ]
+
+
+def _papers(path: Path) -> tuple[tuple[PaperTable, ...], list[Problem]]:
+    """What papers state beside a run; if it cannot be read, nothing, and why."""
+    try:
+        return recorded_tables(RunFolder(path)), []
+    except RunError as error:
+        return (), [Problem(path, str(error))]
 
 
 def _merge_shards(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
@@ -173,7 +185,8 @@ def _joined(shards: Sequence[Run]) -> Run:
     sessions = [session for shard in shards for session in shard.meta["sessions"]]
     # Every shard reads the whole file and names all that it skipped.
     whole = summary(records, first.labels, first.summary.get("skipped_records", ()))
-    return Run(first.path, _whole(first.config), whole, records, {"sessions": sessions})
+    papers = {table.name: table for shard in shards for table in shard.papers}
+    return Run(first.path, _whole(first.config), whole, records, {"sessions": sessions}, tuple(papers.values()))
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstitch.evaluation.metric_titles import SHARED_PEAKS, Metric
+from kvstitch.evaluation.paper_tables import PaperTable, written
 from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, best_mean
-from kvstitch.evaluation.report.published import PaperTable, published_rows
+from kvstitch.evaluation.report.published import Published, published
 from kvstitch.evaluation.report.sections import Entry, Section, Value
 from kvstitch.evaluation.table import ROOM_FOR_GROWTH, bound_in, only_room_is_larger
 
@@ -48,7 +49,7 @@ def quality_sheets(section: Section) -> list[Sheet]:
 
 def published_sheets(section: Section, papers: Sequence[PaperTable]) -> list[Sheet]:
     """What the papers state for the section's methods."""
-    return [sheet for paper in papers if (sheet := _published(section, paper)) is not None]
+    return [_published(section, found) for found in published(section, papers)]
 
 
 def other_sheets(section: Section) -> list[Sheet]:
@@ -192,15 +193,28 @@ def _counts(values: Sequence[Value | None]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
 
 
-def _published(section: Section, paper: PaperTable) -> Sheet | None:
-    title, rows = published_rows(section, paper)
-    if not rows:
-        return None
+def _published(section: Section, found: Published) -> Sheet:
+    """The paper's figures beside ours, without a difference, and the dense models' above them."""
+    table, write = found.table, found.metric.write
+    rows = [
+        (
+            pair.entry.method,
+            pair.entry.budget,
+            pair.method,
+            written(pair.figure),
+            write(pair.entry.value(found.metric.name).mean),
+        )
+        for pair in found.pairs
+    ]
+    if table.dense is not None:
+        ours = section.dense(found.metric.name)
+        rows.insert(0, ("dense", "", "dense", written(table.dense), "–" if ours is None else write(ours.mean)))
     return Sheet(
-        f"Published: {paper.name}",
-        f"{paper.metric}; {paper.model}, {paper.data}: another model and other data than here, so only the order of methods compares",
-        ("method here", "budget", "in the paper", "published", f"here: {title}"),
+        f"Published: {table.name}",
+        f"the paper's: {table.measured}; {written(table.model)}; {table.task}. Another model and other data than here, so that "
+        "only the order of methods compares",
+        ("method here", "budget here", "in the paper", f"paper: {table.measured}", f"here: {found.metric.title}"),
         3,
         tuple(rows),
-        dense=frozenset({0} if rows[0][0] == "dense" else ()),
+        dense=frozenset() if table.dense is None else frozenset({0}),
     )

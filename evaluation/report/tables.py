@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstitch.evaluation.report.published import PaperTable
+from kvstitch.evaluation.paper_tables import PaperTable
+from kvstitch.evaluation.report.published import PAPER_COLUMNS, paper_cells, paper_json, published
 from kvstitch.evaluation.report.runs import Problem, grouped
 from kvstitch.evaluation.report.sections import Entry, Section, Value
 from kvstitch.evaluation.report.sheets import Sheet, sheets, warnings
@@ -82,34 +83,41 @@ def _markdown_table(sheet: Sheet) -> list[str]:
     return lines
 
 
-def summary_csv(sections: Sequence[Section]) -> str:
+def summary_csv(sections: Sequence[Section], papers: Sequence[PaperTable] = ()) -> str:
     """One line an entry and metric, everything that was measured.
 
-    Columns: section, method, budget, metric, n (samples), mean, std over samples, seeds, std over seeds' means, folders.
+    Columns: section, method, budget, metric, n (samples), mean, std over samples, seeds, std over seeds' means, folders; with
+    papers also `PAPER_COLUMNS`, on the line of the metric that a paper's figure stands beside.
     """
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    writer.writerow(
-        ["section", "method", "budget", "metric", "n", "mean", "std_samples", "seeds", "std_seeds", "folders"]
-    )
+    columns = ["section", "method", "budget", "metric", "n", "mean", "std_samples", "seeds", "std_seeds", "folders"]
+    writer.writerow([*columns, *(PAPER_COLUMNS if papers else ())])
     for section in sections:
+        found = published(section, papers)
         for entry in section.entries:
             for metric, value in _values(entry):
                 folders = " ".join(run.name for run in entry.runs)
                 row = [section.title, entry.method, entry.budget, metric, *_numbers(value).values(), folders]
-                writer.writerow(row)
+                writer.writerow([*row, *(paper_cells(found, entry, metric) if papers else ())])
     return output.getvalue()
 
 
-def summary_json(sections: Sequence[Section], problems: Sequence[Problem] = ()) -> str:
+def summary_json(
+    sections: Sequence[Section], problems: Sequence[Problem] = (), papers: Sequence[PaperTable] = ()
+) -> str:
     """The same for programs: `metrics.json` of all seeds together, and what else the tables say.
 
     `sections`, each with `title`, `task`, `model`, `mode` and `entries`; an entry has `method`, `budget`, `budget_value`
     (None for the dense model), `seeds`, `folders`, `samples`, `bound_samples` (None for the dense model) and `metrics`, of
-    each of which `n`, `mean`, `std_samples`, `seeds` and `std_seeds`. `not_in_report`: `folder` and `reason`.
+    each of which `n`, `mean`, `std_samples`, `seeds` and `std_seeds`. With papers a section also has `published`, see
+    `paper_json`. `not_in_report`: `folder` and `reason`.
     """
     content = {
-        "sections": [_section(section) for section in sections],
+        "sections": [
+            _section(section) | ({"published": paper_json(published(section, papers))} if papers else {})
+            for section in sections
+        ],
         "not_in_report": [{"folder": problem.path.name, "reason": problem.reason} for problem in problems],
     }
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvstitch.evaluation.paper_tables import PaperTable
 from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report.page import page
-from kvstitch.evaluation.report.published import PaperTable
 from kvstitch.evaluation.report.runs import Problem
 from kvstitch.evaluation.report.sections import Section
 from kvstitch.evaluation.report.tables import markdown, summary_csv, summary_json
@@ -32,8 +32,8 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
-        "summary.csv": summary_csv(sections),
-        "summary.json": summary_json(sections, problems),
+        "summary.csv": summary_csv(sections, papers),
+        "summary.json": summary_json(sections, problems, papers),
         "report.md": markdown(sections, problems, papers),
         "report.html": page(sections, problems, title, papers),
     }

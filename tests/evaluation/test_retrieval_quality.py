@@ -1,11 +1,15 @@
 """Many methods and budgets from one prompt: the same figures as one by one, resumed, in tables."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvstitch.configs
 from kvstitch.allocators.retrieval import (
     ClusterRetrieval,
     CommunityRetrieval,
@@ -20,6 +24,7 @@ from kvstitch.evaluation.benchmarks.retrieval_shared import SharedPrompt
 from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, verdicts
 from kvstitch.evaluation.closed_loop import closed_loop_sample
 from kvstitch.evaluation.models import LoadedModel
+from kvstitch.evaluation.paper_reading import read_tables
 from kvstitch.evaluation.tasks.base import Question, Sample
 from kvstitch.presses import RetrievalPress
 
@@ -134,6 +139,8 @@ def test_pieces_have_seeds_of_their_own(benchmark, tmp_path):
         ({"pieces": 0}, "pieces must be at least 1, got 0"),
         ({"decode_tokens": 1}, "decode_tokens must be at least 2"),
         ({"texts": ("a/x.txt", "b/x.txt")}, "texts must differ in their names, got x, x"),
+        ({"paper": {"source": "x"}}, "paper lacks tables; paper takes source, tables"),
+        ({"paper_rows": {"full": ["x"]}}, "paper_rows.full must be one of"),
     ],
 )
 def test_what_makes_no_sense_is_refused(benchmark, options, message):
@@ -150,6 +157,57 @@ def record(method, kl, text="book", budget=256, length=4096, piece=0, **metrics)
         "modularity": None,
     } | metrics
     return {"method": method, "text": text, "budget": budget, "length": length, "piece": piece, "metrics": values}
+
+
+PAPER = {
+    "source": "Somebody (arXiv 0000.00000)",
+    "tables": [
+        {
+            "table": "ablation", "model": ["4B", "8B"], "task": "LongBench v2", "metric": "answers right", "unit": "%",
+            "our_metrics": ["kl"], "dense": [27.4, 31.4],
+            "rows": {name: {"match": {"press": "community"}, "figures": cell}
+                     for name, cell in (("full", [27.4, 31.1]), ("λ = 0", None), ("left out", [1.5, 2.5]))},
+        }
+    ],
+}  # fmt: skip
+
+
+def test_what_a_paper_states_stands_behind_the_tables(benchmark, tmp_path, capsys):
+    plain = benchmark(budgets=(32,)).run()
+    before = (tmp_path / "out" / "predictions.jsonl").read_bytes()
+    named = {"recommended": ["full"], "oracle": ["λ = 0"], "not measured": ["left out"]}
+    assert benchmark(budgets=(32,), paper=PAPER, paper_rows=named).run() == plain
+    # It is no part of what a record depends on.
+    assert (tmp_path / "out" / "predictions.jsonl").read_bytes() == before
+    text = (tmp_path / "out" / "tables.md").read_text()
+    kl = plain[0]["32"]
+    assert text.partition("Published: ")[2] == (
+        "Somebody (arXiv 0000.00000), ablation. The paper's: 4B / 8B; LongBench v2. Another model and other data than here, so that "
+        "only the order of methods compares\n\n"
+        "| method here | budget here | in the paper | paper: answers right, % | here: KL |\n| --- | ---: | ---: | ---: | ---: |\n"
+        f"| dense |  | dense | 27.4 / 31.4 | – |\n| recommended | 32 | full | 27.4 / 31.1 | {kl:.4f} |\n"
+    )
+    assert text in capsys.readouterr().out
+
+
+def test_a_paper_without_a_row_that_was_measured_is_left_out(benchmark, tmp_path):
+    benchmark(budgets=(32,), paper=PAPER, paper_rows={"not measured": ["full"]}).run()
+    assert "Published" not in (tmp_path / "out" / "tables.md").read_text()
+
+
+def test_the_ablation_of_the_configuration_has_the_papers_rows():
+    with initialize_config_dir(str(Path(kvstitch.configs.__file__).parent), version_base="1.3"):
+        bench = compose("bench", overrides=["bench=community_ablation", "bench.model=null"]).bench
+        made = instantiate(bench, _convert_="all")
+        base = compose("bench", overrides=["bench=community_quality"]).bench
+    assert base.paper is None and not base.paper_rows
+    rows = {row.name: row for table in read_tables(made.paper) for row in table.rows}
+    # Every row of the paper is some method's, and each method's options are what the row wants.
+    assert {name for names in made.paper_rows.values() for name in names} == set(rows)
+    for method, names in made.paper_rows.items():
+        options = {f"allocator.{key}": value for key, value in dataclasses.asdict(made.methods[method]).items()}
+        for name in names:
+            assert rows[name].fits(options | {"press": "community", "allocator": "community_paper"}), (method, name)
 
 
 def test_tables_and_verdicts():

@@ -1,4 +1,4 @@
-"""Every experiment's own sweep can be composed and built, and its header says how it is run here and what the paper found."""
+"""Every experiment can be composed and built, its header says how it is run here and on a GPU, and the paper's figures are data."""
 
 import itertools
 import math
@@ -7,20 +7,98 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from kvstitch.allocators import SegmentQuota
+from kvstitch.evaluation.paper_reading import read_tables
+from kvstitch.evaluation.paper_tables import written
+from kvstitch.evaluation.report.names import flat
 from kvstitch.presses import EvictionPress, RetrievalPress
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SWEEPS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+FOLDER = CONFIGS / "experiment"
+SWEEPS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+# The rows of a table, a file each.
+ROWS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.glob("*/*.yaml"))
+# Without a figure that is known here, and no row of a paper's table.
+NO_PAPER = {
+    "ams_gsm8k", "community_babilong", "community_needle", "community_ruler",
+    *(f"ams_ablation/public_{name}" for name in ("fixed_segments", "global_topk", "no_mass")),
+    *(name for name in ROWS if name.startswith("ams_switches/")),
+    *(f"community_ablation/{name}" for name in ("chunks", "fine", "kmeans", "random")),
+    *(f"community_quality/{name}" for name in ("multipole", "multipole_like_recommended", "oracle", "oracle_query_head",
+                                               "quest_kv_head", "window")),
+}  # fmt: skip
 
 
 def header(name):
-    lines = (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()
+    lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("#")]
+
+
+def asked(name):
+    """The options of a file's own command."""
+    words = header(name)[1].split()
+    return words[words.index(f"experiment={name}") :]
+
+
+def jobs(name):
+    """The options of each job of a file's own command, at one budget."""
+    params = yaml.safe_load((FOLDER / f"{name}.yaml").read_text()).get("hydra", {"sweeper": {"params": {}}})
+    each = [
+        [f"{key}={value}" for value in str(values).split(",")][: 1 if key == "budget" else None]
+        for key, values in params["sweeper"]["params"].items()
+    ]
+    return [[*asked(name), *job] for job in itertools.product(*each)]
+
+
+def known_of(config):
+    """What a row of a paper is told by."""
+    leaves = flat(OmegaConf.to_container(OmegaConf.masked_copy(config, ["allocator"]), resolve=True))
+    return leaves | {group: config.hydra.runtime.choices[group] for group in ("press", "scorer", "allocator")}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_built(name):
+    assert header(name)[1].startswith(f"python scripts/run.py experiment={name}")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("run", overrides=asked(name))
+    task = {key: value for key, value in config.task.items() if key not in ("shard", "num_shards")}
+    instantiate(task, _convert_="all")
+    assert isinstance(instantiate(config.press, _convert_="all"), EvictionPress | RetrievalPress)
+
+
+@pytest.mark.parametrize("name", sorted({*SWEEPS, *ROWS} - NO_PAPER))
+def test_the_papers_figures_are_data_that_belong_to_a_job_and_change_nothing_of_it(name):
+    everything_else = lambda config: OmegaConf.masked_copy(config, [key for key in config if key != "paper"])
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config, without = (compose("run", overrides=[*asked(name), *more]) for more in ([], ["~paper"]))
+        assert everything_else(config) == everything_else(without) and without.paper is None
+        tables = read_tables(OmegaConf.to_container(config.paper))
+        rows = [row for table in tables for row in table.rows]
+        configs = (compose("run", overrides=job, return_hydra_config=True) for job in jobs(name))
+        assert any(row.fits(known) for known in map(known_of, configs) for row in rows)
+    # Each figure stands once: as data.
+    cells = [
+        cell for figures in (*(row.figures for row in rows), (table.dense for table in tables)) for cell in figures
+    ]
+    figures = {figure for cell in cells if cell is not None for figure in written(cell).split(" / ")}
+    head = " ".join(header(name))
+    assert not [figure for figure in figures if re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", head)]
+
+
+@pytest.mark.parametrize("name", sorted(NO_PAPER))
+def test_who_has_no_figures_names_no_paper(name):
+    assert "override /paper" not in (FOLDER / f"{name}.yaml").read_text()
+
+
+def test_every_file_of_figures_is_chosen_by_an_experiment():
+    chosen = set(re.findall(r"override /paper: (\w+)", "".join(path.read_text() for path in FOLDER.rglob("*.yaml"))))
+    assert chosen == {path.stem for path in (CONFIGS / "paper").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -86,7 +164,7 @@ def test_the_papers_settings_of_the_documentation_are_built(name, options):
 def larger_commands():
     """Experiment and options of every command that stands in a head below the one for this machine."""
     found = []
-    for name in SWEEPS:
+    for name in (*SWEEPS, *ROWS):
         lines = header(name)
         for place, line in enumerate(lines[2:], start=2):
             if not line.startswith("python scripts/run.py"):
@@ -94,9 +172,18 @@ def larger_commands():
             more = itertools.takewhile(lambda text: text.startswith("    "), lines[place + 1 :])
             # A list that goes on in the next line has no blank in it.
             words = shlex.split(" ".join([line, *map(str.strip, more)]).replace(", ", ","))
-            options = [word.partition(",")[0] for word in words[4:] if word != "…"]
+            # Of a table's head its last command may be for all rows.
+            given = words[words.index(f"experiment={name}") + 1 :] if f"experiment={name}" in words else words[4:]
+            options = [word.partition(",")[0] for word in given if word != "…"]
             found.append((name, [option.replace("…", "x") for option in options]))
     return found
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*SWEEPS, *ROWS) if name.startswith("ams") and "switches" not in name]
+)
+def test_every_table_of_ams_has_a_command_for_a_gpu(name):
+    assert any(found == name and "model=hub" in options for found, options in larger_commands())
 
 
 @pytest.mark.parametrize("name, options", larger_commands())

@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
-from kvstitch.evaluation.report import find_runs, paper_tables, sections_of, write_report
+from kvstitch.evaluation.report import find_runs, papers_of, sections_of, write_report
 from kvstitch.evaluation.report.line_chart import LineChart, Series
 from kvstitch.evaluation.report.pictures import community_maps
 from kvstitch.evaluation.report.svg import COLOURS, Axis, nice_ticks, png
@@ -28,7 +28,7 @@ def written(full_set, make_run, tmp_path):
         (make_run(budget=budget) / "metrics.json").unlink()
     make_run(budget=256, press="topk", allocator="global_topk", seed=1)
     runs, problems = find_runs([full_set])
-    write_report(tmp_path / "out", sections_of(runs), problems, title="A <title> & more", papers=paper_tables())
+    write_report(tmp_path / "out", sections_of(runs), problems, title="A <title> & more", papers=papers_of(runs))
     return tmp_path / "out" / "report.html"
 
 
