@@ -75,7 +75,7 @@ class Budget:
         Args:
             seen_tokens: tokens of each row so far, padding excluded; on the CPU, and so is the result.
             bytes_per_slot: bytes that one slot per kv head costs in all compressed layers together.
-            least: floor (sinks + 1); a fraction of a short row may fall below it and is lifted to it.
+            least: floor (what is kept in any case, such as sinks, and one more); a fraction of a short row may fall below it and is lifted to it.
 
         Raises:
             ValueError: a budget in bytes that buys fewer than `least` slots.
@@ -87,7 +87,7 @@ class Budget:
             if slots < least:
                 raise ValueError(
                     f"`budget` of {self.bytes} bytes buys {slots} slots per kv head ({bytes_per_slot} bytes each over the "
-                    f"compressed layers), but sinks and the newest token need {least}: at least {least * bytes_per_slot}"
+                    f"compressed layers), but what is kept in any case and one slot more need {least}: at least {least * bytes_per_slot}"
                 )
             return torch.full_like(seen_tokens, slots)
         # In Python's integers: the numerator of a long decimal times a long text is more than 64 bits hold.

@@ -16,7 +16,13 @@ from kvstitch.views import LayerView, Needs, Rotary
 
 
 class LayerAttachment(Protocol):
-    """What a press keeps in a layer beside its slots, such as an index over them."""
+    """What a press keeps in a layer beside its slots, such as an index over them.
+
+    Args:
+        moved_padding: whether it put empty slots where the model's own masks do not expect them.
+    """
+
+    moved_padding: bool
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a batch operation (reorder, repeat, select) to everything held."""
@@ -120,6 +126,9 @@ class StitchLayer(CacheLayerMixin):
         Raises:
             RuntimeError: outside a press, on a cache whose empty slots or padding only the press's attention can mask.
         """
+        if not self.request.announced and self.index is not None and self.index.moved_padding:
+            # The model's own masks are used, and an index is of no use without its order.
+            self._drop_index()
         if not self.request.announced and self.was_compacted and (self.has_empty or self._had_padding):
             raise RuntimeError(
                 "this cache was compacted with padding or unequal heads, which the model's own attention cannot mask; "
@@ -244,6 +253,11 @@ class StitchLayer(CacheLayerMixin):
         return self.evicted_at > 0
 
     @property
+    def fits_masks(self) -> bool:
+        """Whether the model's own masks are right: nothing was evicted, and padding stands where it came."""
+        return not self.was_compacted and not (self.index is not None and self.index.moved_padding)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the storage behind keys and values, room for growth included."""
         if not self.is_initialized:
@@ -314,6 +328,12 @@ class StitchLayer(CacheLayerMixin):
         if self.has_empty:
             self._rebuild_bias()
         self._refresh_views()
+
+    def permute(self, order: Tensor) -> None:
+        """Put the slots into another order `[B, H, length]`; nothing is evicted."""
+        evicted_at = self.evicted_at
+        self.keep(order)
+        self.evicted_at = evicted_at
 
     def serve(self, needs: Needs, rotary: Rotary | None, growth_tokens: int) -> None:
         """Work for another press from now on: what the last one kept about queries and slots means nothing to it."""

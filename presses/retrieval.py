@@ -1,5 +1,6 @@
 """Retrieval: every key and value stays in the cache, and each decoded token reads a part of them."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,10 +26,15 @@ class RetrievalPress:
     inside the budget. A forward of several tokens (a second turn) is dense, and the index takes it in afterwards. As long
     as everything fits the budget, everything is read.
 
+    A prompt that fits is observed all the same (edges, if the allocator wants them): the text may outgrow the budget later,
+    its queries are gone by then, and to keep them would take as much memory as its keys, G times as much with grouped heads.
+    What is made of the observed, such as communities, waits until the budget is nearly full.
+
     Args:
         allocator: what is read.
         budget: slots per kv head and step: tokens (1024), a fraction of a row's tokens (0.1) or bytes of keys and values
-            that a step reads of one row ("4MiB"); the last two are turned into slots whenever an index is built.
+            that a step reads of one row ("4MiB"); the last two are turned into slots whenever an index is built, where a
+            fraction that holds less than sinks, window and one slot more is lifted to that.
         num_sinks: first tokens of each row, always read.
         num_recent: newest tokens, always read, the current one included; None: 32, or a quarter of a smaller budget.
         dense_layers: first decoder layers that read everything.
@@ -91,17 +97,30 @@ class RetrievalPress:
         Raises:
             ValueError: a budget that does not hold sinks, window and one slot more.
         """
-        smallest = min(budgets)
-        num_recent = self.num_recent or max(1, min(_MOST_RECENT, smallest // 4))
-        least = self.num_sinks + num_recent + 1
+        smallest, least = min(budgets), self.least_budget
         if smallest < least:
             raise ValueError(
-                f"`budget` must hold {self.num_sinks} sinks, {num_recent} recent tokens and one that is retrieved: at least "
-                f"{least} slots, got {smallest}; raise `budget` or lower `num_sinks` or `num_recent`"
+                f"`budget` must hold {self.num_sinks} sinks, {self._recent_of(least)} recent tokens and one that is "
+                f"retrieved: at least {least} slots, got {smallest}; raise `budget` or lower `num_sinks` or `num_recent`"
             )
-        return ReadPlan(budgets, self.num_sinks, num_recent)
+        return ReadPlan(budgets, self.num_sinks, self._recent_of(smallest))
+
+    @property
+    def least_budget(self) -> int:
+        """The fewest slots that hold sinks, window and one slot more."""
+        if self.num_recent is not None:
+            return self.num_sinks + self.num_recent + 1
+        sizes = itertools.count(self.num_sinks + 2)
+        return next(size for size in sizes if size > self.num_sinks + self._recent_of(size))
+
+    def _recent_of(self, budget: int) -> int:
+        return self.num_recent or max(1, min(_MOST_RECENT, budget // 4))
 
     def plan(self, seen_tokens: Tensor, bytes_per_slot: int) -> ReadPlan:
-        """What each row may read, with `[B]` tokens so far."""
-        least = self.num_sinks + (self.num_recent or 1) + 1
-        return self.plan_for(tuple(self.budget.slots(seen_tokens.cpu(), bytes_per_slot, least).tolist()))
+        """What each row may read, with `[B]` tokens so far.
+
+        Raises:
+            ValueError: a budget in bytes that buys too few slots.
+        """
+        slots = self.budget.slots(seen_tokens.cpu(), bytes_per_slot, self.least_budget)
+        return self.plan_for(tuple(slots.tolist()))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvstitch.allocators.retrieval.base import Reads
 from kvstitch.allocators.retrieval.rows import gather_known_rows
+from kvstitch.kernels.common.ordering import largest
 from kvstitch.kernels.common.rows import gather_rows
 from kvstitch.kernels.sparse_decode.api import SparseDecode, sparse_decode
 
@@ -37,9 +38,10 @@ def attend(
         return SparseDecode(output, None, None)
     mean = weights.mean(dim=2)
     mean[..., :num_sinks] = 0
-    top = mean.topk(top_k, dim=-1)
-    slots = reads.slots.gather(-1, top.indices).masked_fill(top.values == 0, -1)
-    return SparseDecode(output, top.values, slots.int())
+    # Padded where there are fewer slots, as `sparse_decode` does.
+    top, slots = largest(mean.flatten(0, 1), reads.slots.clamp(min=0).flatten(0, 1), top_k)
+    shape = (*mean.shape[:2], top_k)
+    return SparseDecode(output, top.view(shape), slots.view(shape).int())
 
 
 def _unmasked(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float) -> Tensor:

@@ -1,6 +1,5 @@
 """A retrieval press at work: indices built when the prompt is complete, and read at every step."""
 
-import os
 import time
 import warnings
 
@@ -18,6 +17,9 @@ from kvstitch.presses.retrieval_state import IndexedLayer
 from kvstitch.presses.run import Run
 from kvstitch.views import Needs
 
+# Indices are prepared so many tokens before the budget is full: time for the background, and few prompts end there.
+_AHEAD_TOKENS = 32
+
 
 class RetrievalRun(Run):
     """A `RetrievalPress` at work; `events` tells what each index is like.
@@ -32,7 +34,7 @@ class RetrievalRun(Run):
         self.events: list[IndexEvent] = []
         self.num_events = 0
         self.num_sparse_steps = 0
-        self._background = Background(_cores() if press.workers is None else press.workers)
+        self._background = Background(press.workers)
         self._observe_seconds = self._observe_total = self._attend_seconds = 0.0
         self._said_dense = False
         self._is_causal = True
@@ -42,9 +44,9 @@ class RetrievalRun(Run):
                 f"`dense_layers` must leave a full-attention layer to retrieve from: those are "
                 f"{sorted(self._facts.attention)}, got {press.dense_layers}"
             )
-        if press.budget.bytes is not None and self._facts.slot_bytes is not None:
+        if press.budget.bytes is not None and self._slot_bytes is not None:
             # A budget in bytes that buys too little fails here and not at the first decoded token.
-            press.plan(torch.zeros(1, dtype=torch.int64), sum(self._facts.slot_bytes[index] for index in self._indexed))
+            press.plan(torch.zeros(1, dtype=torch.int64), self._slot_bytes)
 
     @property
     def bound(self) -> bool:
@@ -66,6 +68,12 @@ class RetrievalRun(Run):
         states = [layer.index for layer in layers if layer.index is not None]
         positions = sum(layer.positions.untyped_storage().nbytes() for layer in layers if layer.is_initialized)
         return positions + sum(state.index.stored_bytes for state in states)
+
+    @property
+    def _slot_bytes(self) -> int | None:
+        """Bytes of a slot per kv head over the indexed layers, if the configuration tells."""
+        sizes = self._facts.slot_bytes
+        return None if sizes is None else sum(sizes[index] for index in self._indexed)
 
     def _install(self) -> None:
         super()._install()
@@ -91,10 +99,11 @@ class RetrievalRun(Run):
         start = time.perf_counter()
         state = self._state(index, layer)
         out = None
-        if self._may_attend_while_observing(query, layer):
-            out = state.index.attend(query, layer.keys, layer.values, layer.positions)
-        if out is None:
-            state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
+        with self._background.holding(not self._is_nearly_full(layer.length)):
+            if self._may_attend_while_observing(query, layer):
+                out = state.index.attend(query, layer.keys, layer.values, layer.positions)
+            if out is None:
+                state.index.observe(query, layer.keys, layer.positions, layer.has_empty)
         state.length, state.stale = layer.length, True
         seconds = time.perf_counter() - start
         if out is not None:
@@ -128,7 +137,38 @@ class RetrievalRun(Run):
                 sink_logits=getattr(module, "sinks", None),
             )
             layer.index = IndexedLayer(self.press.allocator.start(frame))
+        layer.index.index.work_in(self._background)
         return layer.index
+
+    def _is_nearly_full(self, length: int) -> bool:
+        """Whether an index is needed now or soon, with so many slots; where a budget is no number of slots, it may be."""
+        budget = self.press.budget
+        if budget.tokens is None:
+            return budget.fraction != 1
+        return max(length, self._prompt_until) + _AHEAD_TOKENS >= budget.tokens
+
+    # -- what is refused before it is read ----------------------------------------------------------------------------
+
+    def _announce(self, request: Request, tokens: Tensor, mask: Tensor | None, position_ids: Tensor) -> None:
+        super()._announce(request, tokens, mask, position_ids)
+        if tokens.shape[1] == 1 or self.seen_tokens + tokens.shape[1] != self._prompt_until:
+            # Only `generate` tells where a prompt ends; of any other it is known when the first single token comes.
+            return
+        if self.press.budget.bytes is not None and self._slot_bytes is None:
+            return
+        row_tokens = (request.positions >= 0).sum(dim=-1).cpu()
+        if self.seen_tokens:
+            row_tokens = row_tokens + self._layers()[0].row_tokens().cpu()
+        self._check_prompt(row_tokens, self.press.plan(row_tokens, self._slot_bytes or 0))
+
+    def _check_prompt(self, row_tokens: Tensor, plan: ReadPlan) -> None:
+        """Tells the allocator how long the longest row of a prompt is, if an index will be built; `row_tokens` is `[B]`.
+
+        Shorter rows of a batch have fewer edges than were asked for; that is no reason to refuse their neighbours.
+        """
+        longest = int(row_tokens.max())
+        if self.press.budget.fraction != 1 and longest >= plan.width:
+            self.press.allocator.check_prompt(longest, self.press.num_sinks)
 
     # -- when the prompt is complete ----------------------------------------------------------------------------------
 
@@ -136,6 +176,8 @@ class RetrievalRun(Run):
         if count > 1 or request.in_prefill:
             return
         layers = {index: self._cache.layers[index] for index in self._indexed}
+        if self._is_nearly_full(max(layer.length for layer in layers.values())):
+            self._background.release()
         due = {}
         for index, layer in layers.items():
             state = self._state(index, layer)
@@ -153,6 +195,8 @@ class RetrievalRun(Run):
         if self.press.budget.fraction == 1 or length < plan.width:
             self._stay_dense(length, plan)
             return
+        if self.seen_tokens == self._request().counted_from:
+            self._check_prompt(next(iter(layers.values())).row_tokens(), plan)
         for layer in layers.values():
             layer.index.index.prepare()
         busy, exposed = self._background.busy_seconds, self._background.exposed_seconds
@@ -221,11 +265,6 @@ class RetrievalRun(Run):
                 mass = attention_mass(query, layer.keys, layer.bias, reads.slots, scaling, **extras)
             self.press.on_read(_read_event(index, layer, reads, mass))
         return result.output
-
-
-def _cores() -> int:
-    """Cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | None) -> ReadEvent:

@@ -276,7 +276,7 @@ class Run:
                 arguments["position_ids"] = position_ids
         self._announce(request, tokens, mask, position_ids)
         layers = self._layers()
-        self._use_stock = tokens.shape[1] > 1 and not any(layer.was_compacted for layer in layers)
+        self._use_stock = tokens.shape[1] > 1 and all(layer.fits_masks for layer in layers)
         return (), arguments
 
     def _after_forward(self, decoder: nn.Module, args: tuple, output) -> None:

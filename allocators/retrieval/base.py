@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor
@@ -127,6 +127,13 @@ class LayerIndex(ABC):
 
     # How many of the largest weights of each step `update` wants to see; 0: none.
     update_top_k: int = 0
+    # What the index was started with, if it needs to know.
+    frame: LayerFrame | None = None
+
+    def work_in(self, background: Background) -> None:
+        """Leaves work to this pool from now on: a run that goes on with a cache has one of its own."""
+        if self.frame is not None and self.frame.background is not background:
+            self.frame = replace(self.frame, background=background)
 
     def observe(  # noqa: B027
         self,
@@ -202,6 +209,11 @@ class RetrievingAllocator(ABC):
 
     # Whether `build` orders members by a scorer, which the press must then be given.
     needs_scores: bool = False
+
+    def check_prompt(self, num_tokens: int, num_sinks: int) -> None:  # noqa: B027
+        """Raises:
+        ValueError: these options are not for a prompt of so few tokens (without padding) that does not fit its budget.
+        """
 
     @abstractmethod
     def start(self, frame: LayerFrame) -> LayerIndex:

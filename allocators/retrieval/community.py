@@ -7,7 +7,7 @@ from kvstitch.allocators.options import check_choices, check_counts, check_fract
 from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, RetrievingAllocator
 from kvstitch.allocators.retrieval.community_index import CommunityIndex
 from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
-from kvstitch.allocators.retrieval.graph import AGGREGATIONS, EdgeStore
+from kvstitch.allocators.retrieval.graph import AGGREGATIONS, EdgeStore, check_neighbours
 from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth
 from kvstitch.allocators.retrieval.joining import DeltaQGrowth, NearestGrowth
 from kvstitch.allocators.retrieval.partition import PARTITIONS
@@ -168,8 +168,14 @@ class CommunityRetrieval(RetrievingAllocator):
     def needs_scores(self) -> bool:
         return self.truncation == "score"
 
+    def check_prompt(self, num_tokens: int, num_sinks: int) -> None:
+        check_neighbours(self.top_k, num_tokens, self._first_node(num_sinks))
+
+    def _first_node(self, num_sinks: int) -> int:
+        return 0 if self.sinks_in_graph else num_sinks
+
     def start(self, frame: LayerFrame) -> LayerIndex:
-        first_node = 0 if self.sinks_in_graph else frame.num_sinks
+        first_node = self._first_node(frame.num_sinks)
         return CommunityIndex(
             frame,
             self.read_options,

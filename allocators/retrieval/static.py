@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstitch.allocators.options import check_counts, check_fractions
 from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, RetrievingAllocator
-from kvstitch.allocators.retrieval.graph import EdgeStore, attention_graph
+from kvstitch.allocators.retrieval.graph import EdgeStore, attention_graph, check_neighbours
 from kvstitch.allocators.retrieval.plain import PlainIndex
 from kvstitch.views import LayerView
 
@@ -44,6 +44,11 @@ class StaticIndex(PlainIndex):
                 importance = self._rank(row, head, positions[row, head, inside].cpu().numpy(), count)
                 best = inside[torch.from_numpy(importance[:count]).to(inside.device)]
                 chosen[row, head, : len(best)] = best
+                # A row shorter than its budget is not evicted from before it is full: those that leave the window come
+                # next. The buffer counts them, and hides the columns of those that are still to come.
+                leaves_next = max(self.parts.boundary, self.parts.first[row] + plan.num_sinks)
+                room = chosen.shape[-1] - len(best)
+                chosen[row, head, len(best) :] = leaves_next + torch.arange(room, device=chosen.device)
         self._chosen = chosen
         return order
 
@@ -59,7 +64,7 @@ class StaticIndex(PlainIndex):
         return decayed_ranking(received, graph, count, self._rounds, newest)
 
     def select(self, step: DecodeStep) -> Reads:
-        # Tokens that leave the window are evicted, too.
+        # Tokens that leave the window are evicted, too, from a row that is full.
         self._buffer.advance(step.length)
         slots, complete = self._buffer.fill(self._chosen, step)
         return Reads(slots, complete)
@@ -112,8 +117,8 @@ class GraphEviction(RetrievingAllocator):
     """Static eviction by the attention graph (after GraphKV, arXiv 2509.00388), over CommunityKV's graph.
 
     When the prompt is complete each kv head keeps the tokens that received most attention, where a chosen token makes
-    its neighbours in the graph count less. Nothing else of the prompt is read again, nor what leaves the window
-    afterwards. It is here to compare choosing once with choosing anew at every step; it frees no memory.
+    its neighbours in the graph count less. Nothing else of the prompt is read again, nor what leaves the window once the
+    budget is full. It is here to compare choosing once with choosing anew at every step; it frees no memory.
 
     Args:
         top_k, direct_weight: the graph, see `CommunityRetrieval`.
@@ -127,6 +132,9 @@ class GraphEviction(RetrievingAllocator):
     def __post_init__(self):
         check_counts(self, {"top_k": 1, "rounds": 1})
         check_fractions(self, ("direct_weight",))
+
+    def check_prompt(self, num_tokens: int, num_sinks: int) -> None:
+        check_neighbours(self.top_k, num_tokens, num_sinks)
 
     def start(self, frame: LayerFrame) -> LayerIndex:
         edges = EdgeStore(self.top_k, frame.num_sinks, "query_group")

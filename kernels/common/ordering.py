@@ -40,16 +40,27 @@ def largest_columns(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     rows, columns = weights.shape
     device = weights.device
-    if columns // TILE <= count or weights.dtype != torch.float32:
+    if columns // TILE <= count:
         return largest(weights, torch.arange(columns, device=device), count)
     candidates, ids = weights.view(rows, -1, TILE), torch.arange(columns // TILE, device=device)
     for size, part in ((TILE, _PART), (_PART, 1)):
-        keys = _keys(candidates.amax(dim=-1), _LOW_BITS - ids)
-        best = _LOW_BITS - (keys.topk(count, dim=-1, sorted=False).values & _LOW_BITS)
+        best = _best_ids(candidates.amax(dim=-1), ids, count)
         first = torch.arange(0, rows * columns // size, columns // size, device=device)[:, None]
         candidates = weights.view(-1, size).index_select(0, (best + first).flatten()).view(rows, -1, part)
         ids = ((best * (size // part))[:, :, None] + torch.arange(size // part, device=device)).flatten(1)
-    return _unpack(_keys(candidates.flatten(1), _LOW_BITS - ids), count)
+    return largest(candidates.flatten(1), ids, count)
+
+
+def _best_ids(maxima: Tensor, ids: Tensor, count: int) -> Tensor:
+    """`[R, count]` ids of the largest maxima of each row, the lower id first among equals, in any order.
+
+    In float64 no integer holds weight and id; there the ids must ascend in each row, and do in the result.
+    """
+    if maxima.dtype == torch.float32:
+        keys = _keys(maxima, _LOW_BITS - ids)
+        return _LOW_BITS - (keys.topk(count, dim=-1, sorted=False).values & _LOW_BITS)
+    best = maxima.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return ids.expand_as(maxima).gather(-1, best.sort(dim=-1).values)
 
 
 def _keys(weights: Tensor, inverted: Tensor) -> Tensor:

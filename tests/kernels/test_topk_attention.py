@@ -181,6 +181,27 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class SortedColumns(TorchDispatchMode):
+    """The widest row that is sorted."""
+
+    def __init__(self):
+        super().__init__()
+        self.widest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith(("aten.sort", "aten.topk")):
+            self.widest = max(self.widest, args[0].shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_row_is_sorted(dtype):
+    weights = torch.rand(3, 2048, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    with SortedColumns() as sorted_columns:
+        largest_columns(weights, 6)
+    assert 0 < sorted_columns.widest <= 2048 // 32
+
+
 def test_reference_never_holds_all_pairs(monkeypatch):
     monkeypatch.setattr("kvstitch.kernels.topk_attention.reference._BLOCK_BYTES", 0)
     query, key, value = inputs(1, 2, 1, 192, 192, 8)

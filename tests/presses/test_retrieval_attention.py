@@ -88,6 +88,21 @@ def test_output_and_weights(selections, missing, with_rest, extra):
     assert torch.equal(result.slots.long(), slots.gather(2, best.indices))
 
 
+@pytest.mark.parametrize("with_rest", [False, True])
+def test_fewer_slots_than_weights_wanted_are_padded(with_rest):
+    """11 slots, of which 2 are sinks and 3 are none."""
+    query, keys, values = layer()
+    slots = slots_of(2, 2, 11, 40, missing=3)
+    rest = make_rest(2, 3) if with_rest else None
+    result = attend(query, keys, values, Reads(slots, False, rest), 0.4, 16, 2)
+    assert result.weights.shape == result.slots.shape == (2, 2, 16)
+    assert (result.weights[..., :6] > 0).all() and not result.weights[..., 6:].any()
+    assert (result.slots[..., 6:] == -1).all()
+    assert torch.equal(result.slots[..., :6].sort().values.long(), slots[..., 2:8].sort().values)
+    few = attend(query, keys, values, Reads(slots, False, rest), 0.4, 4, 2)
+    assert torch.equal(few.weights, result.weights[..., :4]) and torch.equal(few.slots, result.slots[..., :4])
+
+
 @pytest.mark.parametrize("selections", [2, 6])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sink_logits": True}])
 def test_two_parts_joined_are_one_softmax(selections, extra):

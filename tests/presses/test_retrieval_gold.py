@@ -1,5 +1,7 @@
 """Every decode step against a dense forward in which the query sees exactly the slots that were read."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -12,6 +14,7 @@ from kvstitch.allocators.retrieval import (
     PageRetrieval,
     WindowRetrieval,
 )
+from kvstitch.presses import EvictionPress
 from kvstitch.presses.retrieval import RetrievalPress
 
 GREEDY = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
@@ -208,6 +211,79 @@ def test_the_cache_is_complete_after_the_block(model, left_padded, gold):
     expected = gold(model, ids, mask, reads)
     real = mask.bool()
     assert (torch.cat(logits, dim=1)[real] - expected[real]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("name", ["community", "community_refresh", "clusters_nearest", "window"])
+def test_raising_the_budget_to_the_length_is_dense(llama, left_padded, random_tokens, gold, name, padding):
+    """In a second block on the same cache; padding between the turns of a row moved to its front in the first block."""
+    ids, mask, _ = left_padded([30, 22])
+    press = RetrievalPress(ALLOCATORS[name], BUDGET, num_sinks=SINKS, num_recent=RECENT)
+    cache = DynamicCache(config=llama.config)
+    first, reads, _ = generate(llama, ids, mask, 9, press, cache)
+    again = torch.cat((first.sequences, random_tokens(2, 14, seed=5)), dim=1)
+    mask = extend(mask, again.shape[1])
+    mask[1, -14 : padding - 14] = 0
+    second, more, run = generate(llama, again, mask, 7, press, cache)
+    assert run.events and cache.layers[0].index.moved_padding == (padding > 0)
+    mask, start = extend(mask, second.sequences.shape[1]), second.sequences.shape[1] - 1
+    tokens = random_tokens(2, 9, seed=6)
+    dense = RetrievalPress(ALLOCATORS[name], 200, num_sinks=SINKS, num_recent=RECENT)
+    text, logits = second.sequences[:, :start], []
+    with dense(llama) as run, torch.no_grad(), pytest.warns(UserWarning, match="fit the budget of 200 slots"):
+        # A chunk and single tokens.
+        for piece in tokens.split([1, 1, 4, 1, 1, 1], dim=1):
+            text = torch.cat((text, piece), dim=1)
+            full = extend(mask, text.shape[1])[:, : text.shape[1]]
+            logits.append(llama(piece, attention_mask=full, past_key_values=cache, use_cache=True).logits)
+    expected = gold(llama, text, full, reads + more)[:, start:]
+    assert not run.bound and (torch.cat(logits, dim=1) - expected).abs().max() < 1e-4
+
+
+def test_padding_between_turns_is_back_in_its_place_outside(
+    llama, left_padded, random_tokens, gold, key_hash, shaped_topk
+):
+    """The model goes on alone, another press takes over, and a roll-back finds the tokens where they came."""
+    ids, mask, _ = left_padded([30, 22])
+    press = RetrievalPress(ALLOCATORS["community"], BUDGET, num_sinks=SINKS, num_recent=RECENT)
+    cache = DynamicCache(config=llama.config)
+    first, early, _ = generate(llama, ids, mask, 9, press, cache)
+    again = torch.cat((first.sequences, random_tokens(2, 14, seed=5)), dim=1)
+    mask = extend(mask, again.shape[1])
+    mask[1, -14:-10] = 0
+    second, late, _ = generate(llama, again, mask, 7, press, cache)
+    assert cache.layers[0].index.moved_padding
+    start = second.sequences.shape[1] - 1
+    text = torch.cat((second.sequences[:, :start], random_tokens(2, 6, seed=6)), dim=1)
+    full = extend(mask, text.shape[1])
+    positions = (full.cumsum(1) - 1).clamp(min=0)
+    came = torch.where(full == 1, positions, -1)
+    evicting, rolled, repeated = copy.deepcopy(cache), copy.deepcopy(cache), copy.deepcopy(cache)
+    pieces = [slice(start, start + 1), slice(start + 1, start + 5), slice(start + 5, start + 6)]
+    with torch.no_grad():
+        logits = [
+            llama(
+                text[:, piece],
+                attention_mask=full[:, : piece.stop],
+                position_ids=positions[:, piece],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+            for piece in pieces
+        ]
+    expected = gold(llama, text, full, early + late)[:, start:]
+    assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-4
+    with EvictionPress(key_hash, shaped_topk(), budget=100)(llama), torch.no_grad():
+        llama(text[:, pieces[0]], attention_mask=full[:, : start + 1], past_key_values=evicting, use_cache=True)
+    rolled.crop(-3)
+    repeated.batch_select_indices(torch.tensor([1, 1]))
+    repeated.crop(-3)
+    for layer in evicting.layers:
+        assert torch.equal(layer.positions, came[:, None, : start + 1].expand_as(layer.positions))
+    for layer in rolled.layers:
+        assert torch.equal(layer.positions, came[:, None, : start - 3].expand_as(layer.positions))
+    for layer in repeated.layers:
+        assert torch.equal(layer.positions, came[1:, None, : start - 3].expand_as(layer.positions))
 
 
 def test_members_that_joined_are_put_in_order(llama, left_padded, gold, monkeypatch):

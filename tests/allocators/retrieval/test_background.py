@@ -54,6 +54,40 @@ def test_cancelled_work_is_not_done_twice():
     assert calls == [1]
 
 
+def test_held_work_begins_when_it_is_released_or_asked_for():
+    background = Background(1)
+    background.open()
+    with background.holding(True):
+        dropped, released = (background.submit(threading.get_ident) for _ in range(2))
+    with background.holding(True):
+        asked = background.submit(threading.get_ident)
+    # Nobody wants it any more.
+    del dropped
+    assert len(background._held) == 2
+    assert background.collect([asked, background.submit(lambda: 3)])[1] == 3
+    background.release()
+    assert not background._held and released._future is not None
+    released.result()
+    background.close()
+
+
+def test_work_goes_on_in_the_pool_of_whoever_collects_it():
+    """What the last pool dropped or never had begins in this one, several at once."""
+    first, second = Background(1), Background(2)
+    first.open()
+    second.open()
+    gate, together = threading.Event(), threading.Barrier(2)
+    running = first.submit(gate.wait)
+    queued = first.submit(lambda: together.wait(5) >= 0)
+    with first.holding(True):
+        held = first.submit(lambda: together.wait(5) >= 0)
+    threading.Timer(0.05, gate.set).start()
+    first.close()
+    assert second.collect([running, queued, held]) == [True] * 3
+    second.close()
+    assert not pool_threads()
+
+
 def test_work_and_waiting_are_told():
     def work():
         end = time.thread_time() + 0.02
