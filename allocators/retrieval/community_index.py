@@ -130,8 +130,6 @@ class CommunityIndex(RegionIndex):
             self._new_edges.move_to(self._edges)
         self.prepare()
         batch, heads, length = view.positions.shape
-        if self._edges.top_k >= length:
-            raise ValueError(f"top_k must be less than the {length} tokens of the prompt, got {self._edges.top_k}")
         units = heads * (self.frame.group if self._edges.aggregation == "per_head" else 1)
         labels = None if self._refresh is not None else self.known_labels(view.positions.shape[-1])
         self.carried_over = labels is not None

@@ -72,3 +72,14 @@ def test_a_turn_between_two_refreshes_takes_the_decoded_tokens_edges(llama, rand
             edges = layer.index.index._edges.of(0, 0).arrays()
             assert sorted(edges.seen.tolist()) == list(range(48 + steps))
         assert torch.isfinite(feed(llama, ids, torch.ones_like(ids), [40] + [1] * steps + [8] + [1] * 40)).all()
+
+
+def test_a_prompt_that_outgrows_its_budget_with_few_neighbours(llama, random_tokens):
+    """It fitted, so nobody could refuse it; by the time that it does not, a query links all there is."""
+    ids = random_tokens(1, 60)
+    allocator = CommunityRetrieval(top_k=40, edge_stride=1)
+    with RetrievalPress(allocator, 34, num_sinks=2, num_recent=4)(llama) as run:
+        with pytest.warns(UserWarning, match="30 tokens fit the budget"):
+            logits = feed(llama, ids, torch.ones_like(ids), [30] + [1] * 30)
+        assert run.events
+    assert torch.isfinite(logits).all()

@@ -180,11 +180,11 @@ def test_edges_are_given_back_unless_they_are_needed_again(make_layer, read_plan
     assert kept[0] == 0 and kept[1] > 0
 
 
-def test_more_edges_than_tokens_are_refused(make_layer, read_plan):
-    layer = make_layer()
-    index = CommunityRetrieval(**PLAIN, top_k=70).start(layer.frame(SINKS))
-    with pytest.raises(ValueError, match="top_k must be less than the 70 tokens"):
-        index.build(layer.view(), read_plan(26, SINKS, RECENT))
+def test_more_edges_than_neighbours_are_refused():
+    allocator = CommunityRetrieval(**PLAIN, top_k=70)
+    with pytest.raises(ValueError, match="top_k must be less than the 67 tokens of the prompt that can be neighbours"):
+        allocator.check_prompt(70, SINKS)
+    allocator.check_prompt(74, SINKS)
 
 
 def test_budgets_of_rows_reach_the_reads(make_layer):
