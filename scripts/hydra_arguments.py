@@ -62,11 +62,11 @@ def _open_nodes(content: Mapping[str, Any], parent: str) -> Iterator[str]:
 
 
 def leave_values_to_jobs(arguments: Sequence[str], configs: Path) -> list[str]:
-    """Of a sweep over options of a group, every other value as a sweep of one.
+    """Of a sweep over options of a group, every other value inside a group as a sweep of one.
 
     Before the jobs Hydra composes what they have in common, without what is swept over. In
     `experiment=community_ablation/full,community_ablation/fine task.path=book.txt` that is the default task, which has no
-    path. What is itself a sweep is left to the jobs.
+    path. What is itself a sweep is left to the jobs. Values outside of groups stay: the sweep as a whole reads `output_dir`.
     """
     parsed = {text: OverridesParser.create().parse_overrides([text])[0] for text in arguments if _is_override(text)}
     groups = {path.name for path in configs.iterdir() if path.is_dir()}
@@ -77,8 +77,8 @@ def leave_values_to_jobs(arguments: Sequence[str], configs: Path) -> list[str]:
         override = parsed.get(text)
         if override is None or override.is_sweep_override() or override.is_delete():
             return False
-        key = override.key_or_group
-        return key not in groups and not key.startswith("hydra") and text.partition("=")[2] != ""
+        group, dot, _ = override.key_or_group.partition(".")
+        return bool(dot) and group in groups - {"hydra"} and text.partition("=")[2] != ""
 
     return ["{}=choice({})".format(*text.split("=", 1)) if is_plain(text) else text for text in arguments]
 

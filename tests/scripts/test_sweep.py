@@ -42,6 +42,13 @@ def test_every_combination_has_its_folder_and_its_line(script, arguments):
     assert kept == {folder: (folder / "predictions.jsonl").read_bytes() for folder in folders()}
 
 
+def test_a_sweep_over_options_is_closed_where_its_output_is(script, arguments):
+    outcome = script("run", *arguments, "press=ams,topk", "budget=40", "output_dir=elsewhere/deep")
+    assert outcome.status == 0, outcome.err
+    assert rows(outcome) == {"press=ams": "done", "press=topk": "done"}
+    assert len(folders("elsewhere/deep")) == 2 and not Path("runs").exists()
+
+
 def test_a_glob_reaches_into_a_folder_of_options(script, arguments):
     outcome = script("run", *arguments, "budget=40", "experiment=glob([ams_ablation/no_*,ams_ablation/full])")
     assert outcome.status == 0, outcome.err
