@@ -10,7 +10,7 @@ from torch import Tensor
 from kvstitch.allocators.base import EvictingAllocator, Selection
 from kvstitch.allocators.evidence import Evidence
 from kvstitch.allocators.limits import Limits
-from kvstitch.allocators.options import check_choices, check_counts
+from kvstitch.allocators.options import check_choices, check_counts, check_seed
 from kvstitch.allocators.retrieval.graph import attention_graph
 from kvstitch.allocators.retrieval.partition import Communities, capped, leiden_of_size
 from kvstitch.allocators.selector import Partition, protected, select, slots_of
@@ -60,7 +60,8 @@ class CommunityQuota(EvictingAllocator):
     def __post_init__(self):
         positive = ("window_tokens", "top_k", "target_tokens", "min_mean_tokens", "run_tokens")
         check_counts(self, dict.fromkeys(positive, 1))
-        check_counts(self, dict.fromkeys(("min_keep_tokens", "seed", "num_sinks", "num_recent"), 0))
+        check_counts(self, dict.fromkeys(("min_keep_tokens", "num_sinks", "num_recent"), 0))
+        check_seed(self)
         check_choices(self, {"must_priority": ("sink", "suffix")})
 
     @property

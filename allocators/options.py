@@ -24,6 +24,13 @@ def check_counts(options: object, least: Mapping[str, int]) -> None:
             raise ValueError(f"{name} must be at least {low}, got {value}; the nearest valid value is {low}")
 
 
+def check_seed(options: object) -> None:
+    """Raise unless the `seed` of `options` is an int that every generator takes: 64 bits, not negative."""
+    check_counts(options, {"seed": 0})
+    if options.seed >= 2**64:
+        raise ValueError(f"seed must be less than 2 ** 64, got {options.seed}; the nearest valid value is {2**64 - 1}")
+
+
 def check_fractions(options: object, names: Sequence[str]) -> None:
     """Raise unless each named field of `options` holds a number in [0, 1]."""
     for name in names:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -201,6 +202,10 @@ def auxiliary_bytes(cache: Cache) -> int:
             storage = item.untyped_storage()
             if storage.data_ptr() not in stored:
                 found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, np.ndarray):
+            while isinstance(item.base, np.ndarray):
+                item = item.base
+            found[item.ctypes.data] = item.nbytes
         elif isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, list | tuple | set | deque):

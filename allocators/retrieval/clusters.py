@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from kvstitch.allocators.options import check_choices, check_counts
+from kvstitch.allocators.options import check_choices, check_counts, check_seed
 from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, RetrievingAllocator
 from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
 from kvstitch.allocators.retrieval.growth import GROWTHS, ChunkGrowth, Growth
@@ -93,7 +93,8 @@ class ClusterRetrieval(RetrievingAllocator):
     growth_tokens: int = 16
 
     def __post_init__(self):
-        check_counts(self, {"tokens_per_cluster": 1, "steps": 0, "seed": 0, "growth_tokens": 1, "replacement": 0})
+        check_counts(self, {"tokens_per_cluster": 1, "steps": 0, "growth_tokens": 1, "replacement": 0})
+        check_seed(self)
         check_choices(
             self,
             {

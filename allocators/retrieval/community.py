@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from kvstitch.allocators.options import check_choices, check_counts, check_fractions, check_switches
+from kvstitch.allocators.options import check_choices, check_counts, check_fractions, check_seed, check_switches
 from kvstitch.allocators.retrieval.base import LayerFrame, LayerIndex, RetrievingAllocator
 from kvstitch.allocators.retrieval.community_index import CommunityIndex
 from kvstitch.allocators.retrieval.geometry import METRICS, QueryGeometry
@@ -59,8 +59,8 @@ class CommunityRetrieval(RetrievingAllocator):
             members; 1 for none.
         replacement: how many of the best communities stand in, by their centroids, for their members that are not read
             (Multipole attention, which takes all); 0 for none.
-        levels: 1, or more to find communities down a tree of Leiden's coarser ones, so that a step reads O(D log n) of the
-            index instead of all of it.
+        levels: 1, or more to find communities down a tree of Leiden's coarser ones: of n communities a step then reads
+            O(D n / 16 ** (levels - 1)), or, with "auto", as many levels as leave about 16 at the top, O(D log n).
         growth: what becomes of new tokens: "chunk", a community every `growth_tokens`; "nearest", the one with the
             nearest centroid; "delta_q", the paper's greedy rule on modularity with frozen labels.
         growth_tokens: see `growth`.
@@ -87,7 +87,7 @@ class CommunityRetrieval(RetrievingAllocator):
     truncation: str = "recent"
     shortlist: float | int = 1
     replacement: int = 128
-    levels: int = 1
+    levels: int | str = 1
     growth: str = "chunk"
     growth_tokens: int = 16
     refresh: int | None = None
@@ -98,9 +98,8 @@ class CommunityRetrieval(RetrievingAllocator):
             {"top_k": 1, "min_mean_tokens": 1, "run_tokens": 1, "iterations": 1, "refine_steps": 0, "replacement": 0},
         )
         check_counts(self, {"edge_stride": 1})
-        check_counts(
-            self, {"seed": 0, "growth_tokens": 1, "levels": 1} | ({} if self.refresh is None else {"refresh": 1})
-        )
+        check_counts(self, {"growth_tokens": 1} | ({} if self.refresh is None else {"refresh": 1}))
+        check_seed(self)
         check_fractions(self, ("direct_weight",))
         check_switches(self, ("sinks_in_graph",))
         choices = {"aggregation": AGGREGATIONS, "partition": PARTITIONS, "combine": COMBINATIONS, "select": SELECTIONS}
@@ -111,14 +110,11 @@ class CommunityRetrieval(RetrievingAllocator):
             _check_positive("resolution", self.resolution, ", or 'auto'")
         _check_positive("target_tokens", self.target_tokens)
         self._check_growth()
+        self._check_levels()
         if self.group_mean != "exact" and self.aggregation == "per_head":
             raise ValueError(
                 f"group_mean={self.group_mean!r} averages the heads of a group, and aggregation='per_head' averages none: "
                 "choose aggregation='query_group' or 'per_layer', or group_mean='exact'"
-            )
-        if self.levels > 1 and self.growth != "chunk":
-            raise ValueError(
-                f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}"
             )
 
     @classmethod
@@ -160,6 +156,16 @@ class CommunityRetrieval(RetrievingAllocator):
         if self._moves_keys:
             raise ValueError("growth='delta_q' goes on with the graph's communities, which k-means on keys changes")
 
+    def _check_levels(self) -> None:
+        if isinstance(self.levels, str) and self.levels != "auto":
+            raise ValueError(f"levels must be an int, or 'auto', got {self.levels!r}")
+        if self.levels != "auto":
+            check_counts(self, {"levels": 1})
+        if self.levels != 1 and self.growth != "chunk":
+            raise ValueError(
+                f"levels above 1 need growth='chunk', as the tree does not follow members, got {self.growth!r}"
+            )
+
     @property
     def _moves_keys(self) -> bool:
         return self.refine_steps > 0 or self.partition == "kmeans"
@@ -191,7 +197,15 @@ class CommunityRetrieval(RetrievingAllocator):
     @property
     def read_options(self) -> RegionOptions:
         """How communities are read."""
-        return RegionOptions(self.combine, self.select, self.truncation, self.shortlist, self.replacement)
+        return RegionOptions(
+            self.combine,
+            self.select,
+            self.truncation,
+            self.shortlist,
+            self.replacement,
+            grows_higher=self.levels == "auto",
+            new_tokens=self.growth_tokens,
+        )
 
     def growth_rule(self) -> Growth:
         """What becomes of new tokens, for one layer."""

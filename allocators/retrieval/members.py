@@ -68,3 +68,7 @@ class TailMembers:
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         self._labels, self._before = function(self._labels), function(self._before)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._labels.untyped_storage().nbytes() + self._before.untyped_storage().nbytes()

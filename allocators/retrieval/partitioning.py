@@ -7,6 +7,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from kvstitch.allocators.retrieval.graph import EdgeArrays, attention_graph
+from kvstitch.allocators.retrieval.parents import BRANCHING
 from kvstitch.allocators.retrieval.partition import (
     Communities,
     capped,
@@ -17,7 +18,10 @@ from kvstitch.allocators.retrieval.partition import (
     neighbourhoods,
     shuffled,
 )
-from kvstitch.allocators.retrieval.tree import BRANCHING
+
+# Levels above the regions if there are to be as many as are needed: each has an eighth of the nodes below at most, so that
+# millions of regions have one root.
+_MOST_LEVELS = 6
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Partitioning:
     run_tokens: int
     iterations: int
     seed: int
-    levels: int
+    levels: int | str
 
     def __call__(self, edges: EdgeArrays, nodes: np.ndarray) -> Partitioned:
         """Regions of the marked tokens.
@@ -70,7 +74,10 @@ class Partitioning:
         number = np.cumsum(nodes) - 1
         count = int(nodes.sum())
         if count == 0:
-            return Partitioned(np.full(len(nodes), -1, np.int64), np.zeros(len(nodes)), float("nan"), float("nan"), 0)
+            nowhere = np.full(len(nodes), -1, np.int64)
+            return Partitioned(
+                nowhere, np.zeros(len(nodes)), float("nan"), float("nan"), 0, (nowhere,) * self._num_coarse
+            )
         query, key, weight, repeats = (column[inside] for column in edges[:4])
         graph = attention_graph(number[query], number[key], weight, count, self.direct_weight, repeats)
         degrees = np.asarray(graph.sum(axis=1)).ravel()
@@ -82,10 +89,22 @@ class Partitioning:
         coarse = tuple(self._coarser(graph, labels[nodes], nodes))
         return Partitioned(labels, all_degrees, found.resolution, found.modularity, num_leiden, coarse)
 
+    @property
+    def _num_coarse(self) -> int:
+        return _MOST_LEVELS if self.levels == "auto" else self.levels - 1
+
     def _coarser(self, graph: csr_matrix, labels: np.ndarray, nodes: np.ndarray) -> Iterator[np.ndarray]:
-        """Leiden's levels above the regions: each cuts the graph of the regions below, about `BRANCHING` to a parent."""
-        for _ in range(self.levels - 1):
+        """Leiden's levels above the regions: each cuts the graph of the regions below, about `BRANCHING` to a parent.
+
+        With `levels="auto"` all graphs have as many, so that those of a batch go together; above `BRANCHING` regions or
+        fewer stands one root.
+        """
+        for _ in range(self._num_coarse):
             num = int(labels.max(initial=-1)) + 1
+            if self.levels == "auto" and num <= BRANCHING:
+                labels = np.zeros_like(labels)
+                yield self._at_nodes(labels, nodes)
+                continue
             member = csr_matrix((np.ones(len(labels)), (np.arange(len(labels)), labels)), shape=(len(labels), num))
             between = (member.T @ graph @ member).tocsr()
             between.setdiag(0)
@@ -94,9 +113,13 @@ class Partitioning:
             found = leiden_of_size(between, BRANCHING, self.seed, self.iterations)
             degrees = np.asarray(between.sum(axis=1)).ravel()
             labels = capped(found.labels, degrees, max(1, num // (BRANCHING // 2)), BRANCHING)[labels]
-            out = np.full(len(nodes), -1, np.int64)
-            out[nodes] = labels
-            yield out
+            yield self._at_nodes(labels, nodes)
+
+    @staticmethod
+    def _at_nodes(labels: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        out = np.full(len(nodes), -1, np.int64)
+        out[nodes] = labels
+        return out
 
     def _leiden(self, graph) -> Communities:
         if self.resolution == "auto":

@@ -10,6 +10,9 @@ from torch import Tensor
 from kvstitch.allocators.retrieval.base import DecodeStep, ReadPlan
 from kvstitch.views import LayerView
 
+_MOST_LISTED = 2**31
+_ROW_TENSORS = ("listed", "_first", "_limits", "_totals", "_slots")
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -66,16 +69,21 @@ class ReadBuffer:
         plan: what a step may read.
         parts: the division at the time of building; empty slots stand in front.
         units: U, selections per layer.
+        shortlist: how many times the slots that it retrieves a row lists, to choose among them.
 
     Attributes:
         width: slots that the largest row retrieves.
+        most_listed: slots that the largest row lists.
+        listed: `[B]` slots that each row lists; no more than 2 ** 31, which is more than there are.
         least_total: tokens in the regions of the shortest row, or a lower bound.
         boundary: first slot of the window.
     """
 
-    def __init__(self, plan: ReadPlan, parts: Parts, units: int):
+    def __init__(self, plan: ReadPlan, parts: Parts, units: int, shortlist: float | int = 1):
         device = parts.body.device
         self.width = max(plan.retrieved)
+        listed = [max(count, int(min(count * shortlist, _MOST_LISTED))) for count in plan.retrieved]
+        self.most_listed, self.listed = max(listed), torch.tensor(listed, device=device)
         self._num_sinks, self.num_recent = plan.num_sinks, plan.num_recent
         self._first = torch.tensor(parts.first, device=device)[:, None, None]
         self._most_first = max(parts.first)
@@ -161,9 +169,13 @@ class ReadBuffer:
         return slots
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        for name in ("_first", "_limits", "_totals", "_slots"):
+        for name in _ROW_TENSORS:
             setattr(self, name, function(getattr(self, name)))
         self._refresh()
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(getattr(self, name).untyped_storage().nbytes() for name in (*_ROW_TENSORS, "_place"))
 
 
 def _without_padding(slots: Tensor, positions: Tensor) -> Tensor:

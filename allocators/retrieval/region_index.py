@@ -1,5 +1,6 @@
 """An index of regions: which are read, how the last one is cut, and what happens to new tokens."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from kvstitch.allocators.retrieval.exact import best_of_shortlist, rank_range
 from kvstitch.allocators.retrieval.growth import Growth
 from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
+from kvstitch.allocators.retrieval.parents import joined, sorted_by_parent
 from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
 from kvstitch.allocators.retrieval.rows import gather_known_rows
 from kvstitch.allocators.retrieval.scoring import Ratings, combined, query_rows, rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
-from kvstitch.allocators.retrieval.tree import RegionTree, build_levels, score_columns, sorted_by_parent
+from kvstitch.allocators.retrieval.tree import RegionTree, score_columns
 from kvstitch.kernels.common.ranges import expand_ranges, unit_steps
 from kvstitch.views import LayerView
 
@@ -38,6 +40,8 @@ class RegionOptions:
         shortlist: regions are read until this many times the retrieved slots are listed; exact q.k picks among them.
         replacement: how many of the best regions stand in, by their centroids, for their members that are not read.
         bounds: whether representatives are bounds instead of centroids.
+        grows_higher: whether a tree gets another level when its top has grown wide.
+        new_tokens: of a region that opens while the model decodes; a tree must list enough of them.
     """
 
     combine: str = "mean"
@@ -46,15 +50,21 @@ class RegionOptions:
     shortlist: float | int = 1.0
     replacement: int = 0
     bounds: bool = False
+    grows_higher: bool = False
+    new_tokens: int = 16
 
 
 def check_shortlist(options: object) -> None:
-    """Raise unless the `shortlist` of an allocator is a number from 1."""
+    """Raise unless the `shortlist` of an allocator is a finite number from 1."""
     value = options.shortlist
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"shortlist must be a number, got {value!r}")
     if not value >= 1:
         raise ValueError(f"shortlist must be at least 1 (no shortlist), got {value}; the nearest valid value is 1")
+    if value == math.inf:
+        raise ValueError(
+            f"shortlist must be finite, got {value}; to choose among all keys take OracleRetrieval, which reads all of them"
+        )
 
 
 class RegionIndex(LayerIndex):
@@ -99,17 +109,18 @@ class RegionIndex(LayerIndex):
         self, view: LayerView, plan: ReadPlan, scores: Float32[Tensor, "B H T"] | None = None
     ) -> Int64[Tensor, "B H T"] | None:
         parts = Parts.of(view, plan)
+        above = self._tree_above(view.positions.shape[-1])
         labels = self.partition(view, parts)
         units, heads = labels.shape[1], view.keys.shape[1]
         body, sinks, positions = (per_unit(x, units) for x in (parts.body, parts.sinks, view.positions))
         may_have = per_unit(view.valid, units) & ~sinks if self.growth.keeps_labels else body
         ranks = None if scores is None else per_unit(scores, units)
-        labels, parents = sorted_by_parent(torch.where(may_have, labels, -1), self.coarse)
-        layout = lay_out(labels, positions, sinks, body, parts.boundary, ranks)
-        self.store = self._represent(view, layout, body)
-        self._tree = self._plant(plan, parents)
+        coarse = joined(above, self.coarse)
         # Aligned with the slots before they are put in order; nobody needs it again.
         self.coarse = []
+        labels, parents = sorted_by_parent(torch.where(may_have, labels, -1), coarse, self.options.grows_higher)
+        layout = lay_out(labels, positions, sinks, body, parts.boundary, ranks)
+        self.store = self._represent(view, layout, body, by_row=bool(parents))
         permuted = self.permutes and units == heads
         self._order = None if permuted else layout.order.int()
         # Ranges tell the regions of their slots; members elsewhere need labels, and so does a pick among a shortlist.
@@ -120,7 +131,8 @@ class RegionIndex(LayerIndex):
         self._widest, self._num_built = int(layout.sizes.max()), self.store.num
         self._members = TailMembers(self.store) if self.growth.joins_built else None
         selections = heads * self.frame.group if self.options.select == "query_head" else units
-        self._buffer = ReadBuffer(plan, parts, selections)
+        self._buffer = ReadBuffer(plan, parts, selections, self.options.shortlist)
+        self._tree = self._plant(parents)
         self.growth.begin(self, layout)
         return layout.order if permuted else None
 
@@ -148,33 +160,39 @@ class RegionIndex(LayerIndex):
         self.reserve(length)
         return torch.empty_like(label).scatter_(-1, self._order[..., :length].long(), label)
 
-    def _represent(self, view: LayerView, layout: Layout, body: Bool[Tensor, "B U T"]) -> RegionStore:
+    def _tree_above(self, length: int) -> list[Int64[Tensor, "B U T"]]:
+        """The nodes above the present region of each slot, for a build that finds no new ones."""
+        return [] if self._tree is None else self._tree.parents_of(self.known_labels(length))
+
+    def _represent(self, view: LayerView, layout: Layout, body: Bool[Tensor, "B U T"], by_row: bool) -> RegionStore:
         # Only rules that give a token its region when it comes count those in the window.
         labels = layout.labels if self.growth.keeps_labels else torch.where(body, layout.labels, -1)
         num = layout.starts.shape[-1]
         rows = (bounds_of if self.options.bounds else centroids)(view.keys, labels, num)
-        if view.keys.element_size() == 2 and not self.growth.joins_built and not self.coarse:
+        if view.keys.element_size() == 2 and not self.growth.joins_built and not by_row:
             # Half of the bytes beside the cache, and scores are no finer than the keys that they stand for. Means that
             # move with every token, and sums over a tree, would lose what is added to them.
             rows = rows.to(view.keys.dtype)
         values = centroids(view.values, labels, num).to(view.values.dtype) if self.options.replacement else None
-        return RegionStore(layout, rows, values, has_listed=self.growth.joins_built, by_row=bool(self.coarse))
+        return RegionStore(layout, rows, values, has_listed=self.growth.joins_built, by_row=by_row)
 
-    def _plant(self, plan: ReadPlan, parents: list[Tensor]) -> RegionTree | None:
+    def _plant(self, parents: list[Tensor]) -> RegionTree | None:
         if not parents:
             return None
-        return RegionTree(
-            build_levels(self.store, parents), self.store, int(max(plan.retrieved) * self.options.shortlist)
-        )
+        options = self.options
+        return RegionTree(self.store, parents, self._buffer.listed, options.new_tokens, options.grows_higher)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
     def select(self, step: DecodeStep) -> Reads:
         for slot in self._buffer.advance(step.length):
             self.growth.leave(self, slot, step, self._buffer.joins(slot))
-        options, width = self.options, self._buffer.width
+        if self._tree is not None:
+            self._tree.take_in(self.store)
+        options = self.options
         rated, columns = self._rate(step)
-        listed = max(width, int(width * options.shortlist))
+        # No more than there are: any shortlist is as good as one of all slots.
+        listed = min(self._buffer.most_listed, step.length)
         wanted = min(rated.ratings.shape[-1], max(listed, options.replacement))
         top = rated.ratings.topk(wanted, dim=-1).indices
         best = top if columns is None else columns.gather(-1, top)
@@ -184,17 +202,19 @@ class RegionIndex(LayerIndex):
         ends = counts.cumsum(-1)
         slots = self._read(step, best, counts, ends, listed)
         key_rows: int | Tensor = 0
-        if listed > width:
+        if options.shortlist > 1:
             slots, key_rows = self._pick(step, slots, ends, listed)
         elif options.truncation == "exact":
             key_rows = self._cut_exactly(step, slots, best, counts, ends)
         chosen, complete = self._buffer.fill(slots, step, None if columns is None else ends[..., -1:])
         if not options.replacement:
-            return Reads(chosen, complete, None, self._index_rows, key_rows)
-        left = self._left_of_shortlist(chosen, best) if listed > width else _left(counts, ends, self._limit)
+            return Reads(chosen, complete, None, self._index_rows(step), key_rows)
+        left = self._left_of_shortlist(chosen, best) if options.shortlist > 1 else _left(counts, ends, self._limit)
         few = slice(0, options.replacement)
         rest = self._rest(best[..., few], top[..., few], left[..., few], rated.scores)
-        return Reads(chosen, complete, rest, self._index_rows + rest.values.shape[2], key_rows)
+        # Selections that share a head each have their own.
+        stand_ins = rest.values.shape[2] * (rest.values.shape[1] // step.keys.shape[1])
+        return Reads(chosen, complete, rest, self._index_rows(step) + stand_ins, key_rows)
 
     def _rate(self, step: DecodeStep) -> tuple[Ratings, Int64[Tensor, "B S X"] | None]:
         """Ratings of all regions, or of those that a tree proposes, and their columns."""
@@ -216,9 +236,14 @@ class RegionIndex(LayerIndex):
         scores = score_columns(used, self.store.bias, columns, rows)
         return Ratings(combined(scores, options.combine, self.frame.scaling), scores), columns
 
-    @property
-    def _index_rows(self) -> int:
-        rows = self.store.num if self._tree is None else self._tree.num_rows
+    def _index_rows(self, step: DecodeStep) -> int:
+        """Vectors of D that a step reads per kv head to choose: all of each unit, or what each selection looks up in a tree."""
+        heads, units = step.keys.shape[1], self.store.starts.shape[1]
+        if self._tree is None:
+            rows = self.store.num * (units // heads)
+        else:
+            selections = step.query.shape[1] if self.options.select == "query_head" else units
+            rows = self._tree.num_rows(self.store) * (selections // heads)
         return rows * (2 if self.options.bounds else 1)
 
     def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
@@ -229,8 +254,7 @@ class RegionIndex(LayerIndex):
         starts = self._of(self.store.starts, best)
         if self.store.num > self._num_built and not self.growth.joins_built:
             # Ranges of new tokens stand in the order of time: what is left out of the last is its beginning.
-            limit = self._limit if width == self._buffer.width else width
-            starts = starts + _left(counts, ends, limit) * (best >= self._num_built)
+            starts = starts + _left(counts, ends, self._limit) * (best >= self._num_built)
         if self._members is not None:
             # The listed members come first in a region's columns; they are written over what the range gives there.
             starts = starts - (counts - self._of(self.store.sizes, best))
@@ -244,13 +268,15 @@ class RegionIndex(LayerIndex):
             self._members.place(slots, best, (ends - counts).clamp_(max=width), self.tail_start)
         return slots
 
-    def _pick(self, step: DecodeStep, slots: Tensor, ends: Tensor, listed: int) -> tuple[Tensor, int]:
+    def _pick(self, step: DecodeStep, slots: Tensor, ends: Tensor, listed: int) -> tuple[Tensor, int | Tensor]:
         slots = slots[..., :listed]
-        valid = None
-        if self._buffer.least_total < listed:
-            valid = torch.arange(listed, device=slots.device) < ends[..., -1:]
+        valid, key_rows = None, listed
+        # A row lists as much as it would alone; and a tree may propose less than there is.
+        if self._buffer.limits is not None or self._tree is not None or self._buffer.least_total < listed:
+            own = ends[..., -1:].clamp(max=self._limit)
+            valid, key_rows = torch.arange(listed, device=slots.device) < own, own[..., 0]
             slots = torch.where(valid, slots, 0)
-        return best_of_shortlist(step, slots, valid, self._buffer.width, self.frame.scaling), listed
+        return best_of_shortlist(step, slots, valid, self._buffer.width, self.frame.scaling), key_rows
 
     def _cut_exactly(self, step: DecodeStep, slots: Tensor, best: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
         limit = self._limit
@@ -268,7 +294,8 @@ class RegionIndex(LayerIndex):
 
     @property
     def _limit(self) -> Tensor | int:
-        return self._buffer.width if self._buffer.limits is None else self._buffer.limits
+        """Slots that each row lists."""
+        return self._buffer.most_listed if self._buffer.limits is None else self._buffer.listed[:, None, None]
 
     def _left_of_shortlist(self, chosen: Tensor, best: Tensor) -> Tensor:
         retrieved = chosen[..., -self._buffer.width :]
@@ -325,9 +352,10 @@ class RegionIndex(LayerIndex):
         if self.store is None:
             return 0
         order = 0 if self._order is None else self._order.untyped_storage().nbytes()
-        tree = 0 if self._tree is None else self._tree.stored_bytes
         labels = 0 if self.labels is None else self.labels.untyped_storage().nbytes()
-        return self.store.stored_bytes + self.growth.stored_bytes + labels + order + tree
+        steps = 0 if self._unit_steps is None else self._unit_steps.untyped_storage().nbytes()
+        parts = sum(x.stored_bytes for x in (self._members, self._buffer, self._tree) if x is not None)
+        return self.store.stored_bytes + self.growth.stored_bytes + labels + order + steps + parts
 
     def describe(self) -> dict[str, Tensor]:
         return {} if self.store is None else {"sizes": self.store.counts.clone()}

@@ -1,100 +1,178 @@
 """A tree over regions: the best are found from coarse to fine, without a look at most of them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from kvstitch.allocators.retrieval.layout import without_gaps
+from kvstitch.allocators.retrieval.level import Level
+from kvstitch.allocators.retrieval.parents import BRANCHING
 from kvstitch.allocators.retrieval.scoring import combined
 from kvstitch.allocators.retrieval.store import RegionStore
 from kvstitch.kernels.common.ranges import expand_ranges, unit_steps
 from kvstitch.kernels.common.rows import gather_rows
 
-# Regions or nodes that share a parent, about.
-BRANCHING = 16
-_UNKNOWN, _NOWHERE = 2**40, 2**41
 # Children are listed for so many times the tokens that are wanted: a parent's mean says less than a child's.
 _OVERSAMPLED = 4
 
 
-class Level(NamedTuple):
-    """Nodes of one level; the children of a node are neighbours on the next finer one.
-
-    Args:
-        rows: `[B, U, P, E]` mean of the representatives of a node's tokens.
-        bias: `[B, U, P]` 0, or -inf where there is no node.
-        first: `[B, U, P]` its first child.
-        count: `[B, U, P]` its children.
-    """
-
-    rows: Float32[Tensor, "B U P E"]
-    bias: Float32[Tensor, "B U P"]
-    first: Int64[Tensor, "B U P"]
-    count: Int64[Tensor, "B U P"]
-
-
 class RegionTree:
-    """Levels from the coarsest to the one above the regions; a step reads O(D log C) of C regions.
+    """Levels above the regions; a step lists a bounded number of nodes on each, and looks at all of the top's.
 
-    Regions that open later are children of nobody and always candidates, until the index is built again.
+    Regions that open later get parents, `BRANCHING` neighbours together, and so do those; what waits for neighbours is a
+    candidate at every step. With `narrow_top` the tree grows a level whenever so many wait at its top, which has at most
+    about two times `BRANCHING` nodes then: a step reads O(D log C) of C regions. Without, the number of levels is fixed, and a
+    step reads the top's C / BRANCHING ** levels nodes.
+
+    No row depends on others: how many nodes are listed is its own affair, and what opens later opens in all of them.
 
     Args:
-        levels: coarsest first.
-        store: the regions, whose columns are sorted by parent.
-        wanted: tokens that a selection lists.
+        store: the regions, whose columns are sorted by parent; those of new tokens come at the end.
+        parents: as `sorted_by_parent` gives them. Levels above one of at most `BRANCHING` nodes are set aside with
+            `narrow_top`: they would narrow nothing.
+        wanted: `[B]` tokens that a selection of each row lists.
+        new_tokens: of a region that opens later.
+        narrow_top: see above.
     """
 
-    def __init__(self, levels: list[Level], store: RegionStore, wanted: int):
-        self._levels = levels
-        self._num_leaves = store.num
-        mean_tokens = max(int(store.counts.sum(dim=-1).amin()) // store.num, 1)
-        leaves = min(store.num, -(-_OVERSAMPLED * wanted // mean_tokens))
-        counts = [level.count.shape[-1] for level in levels[1:]] + [store.num]
-        # Each level lists as many nodes as could hold the leaves, and a few more.
-        needed = [min(count, leaves // BRANCHING**up + BRANCHING) for up, count in enumerate(reversed(counts))]
-        self._widths = list(reversed(needed))
+    def __init__(
+        self,
+        store: RegionStore,
+        parents: list[Int64[Tensor, "B U _"]],
+        wanted: Int64[Tensor, "B"],
+        new_tokens: int,
+        narrow_top: bool = False,
+    ):
+        self._narrow_top = narrow_top
+        # Parents of the top's nodes, of those, …: not searched, but there when the tree grows or is built again.
+        self._aside, self._num_last = list(parents), int(parents[-1].max()) + 1
+        self._num_parented = store.num
+        self._levels: list[Level] = []
+        while self._aside and not (narrow_top and self._levels and self._levels[-1].num <= BRANCHING):
+            self._raise(store)
+        self._limits = self._leaves(store, wanted, new_tokens)
+        self._most_leaves = int(self._limits.max())
         self._steps: dict[int, Tensor] = {}
+
+    def _leaves(self, store: RegionStore, wanted: Tensor, new_tokens: int) -> Int64[Tensor, "B U 1"]:
+        """Regions that a selection lists: as many as could hold what is wanted."""
+        regions = (store.counts > 0).sum(dim=-1, keepdim=True)
+        mean_tokens = (store.counts.sum(dim=-1, keepdim=True) // regions.clamp(min=1)).clamp(1, new_tokens)
+        return -(-_OVERSAMPLED * wanted[:, None, None] // mean_tokens)
+
+    # -- searching --------------------------------------------------------------------------------------------------
 
     def candidates(
         self, store: RegionStore, rows: Float32[Tensor, "B S N E"], combine: str, scaling: float | int
     ) -> Int64[Tensor, "B S X"]:
         """Columns of the regions below the best nodes, -1 where there are fewer; those of the best first."""
-        top = self._levels[0]
-        ids = torch.arange(top.count.shape[-1], device=rows.device).expand(*rows.shape[:2], -1)
-        for level, width in zip(self._levels, self._widths):
+        ids = self._numbers(0, self._levels[-1].num, rows)
+        for up, level in reversed(list(enumerate(self._levels))):
             ratings = combined(score_columns(level.rows, level.bias, ids, rows), combine, scaling)
             ids = ids.gather(-1, ratings.argsort(dim=-1, descending=True))
-            ids = self._children(level, ids, width)
-        grown = torch.arange(self._num_leaves, store.num, device=rows.device).expand(*rows.shape[:2], -1)
-        return torch.cat((ids, grown), dim=-1)
+            waiting = self._numbers(*self._waiting(up, store), rows)
+            ids = torch.cat((self._children(level, ids, up), waiting), dim=-1)
+        return ids
 
-    def _children(self, level: Level, ids: Tensor, width: int) -> Tensor:
+    def _children(self, level: Level, ids: Tensor, up: int) -> Tensor:
         batch, selections = ids.shape[:2]
-        group = selections // level.first.shape[1]
-        first, count = (
-            x.repeat_interleave(group, dim=1).gather(-1, ids.clamp(min=0)) for x in (level.first, level.count)
-        )
-        count = count.masked_fill(ids < 0, 0)
+        width, group = self._width(up), selections // level.first.shape[1]
+        limits = self._limits // BRANCHING**up + BRANCHING
+        first, count, limit = (x.repeat_interleave(group, dim=1) for x in (level.first, level.count, limits))
+        at = ids.clamp(min=0)
+        first, count = first.gather(-1, at), count.gather(-1, at).masked_fill(ids < 0, 0)
         ends = count.cumsum(-1)
-        if width not in self._steps or self._steps[width].shape[:2] != ids.shape[:2]:
-            self._steps[width] = unit_steps(batch, selections, width, ids.device)
-        children = expand_ranges(first, count, ends, self._steps[width])[..., :width]
-        return children.masked_fill(torch.arange(width, device=ids.device) >= ends[..., -1:], -1)
+        if up not in self._steps or self._steps[up].shape != (batch, selections, width + 1):
+            self._steps[up] = unit_steps(batch, selections, width, ids.device)
+        children = expand_ranges(first, count, ends, self._steps[up])[..., :width]
+        listed = torch.arange(width, device=ids.device) < torch.minimum(ends[..., -1:], limit)
+        return children.masked_fill(~listed, -1)
 
-    @property
-    def num_rows(self) -> int:
-        """Vectors that a step reads per unit, those of regions that opened later left out."""
-        return self._levels[0].count.shape[-1] + sum(self._widths)
+    def _numbers(self, first: int, last: int, rows: Tensor) -> Int64[Tensor, "B S N"]:
+        return torch.arange(first, last, device=rows.device).expand(*rows.shape[:2], -1)
+
+    def _width(self, up: int) -> int:
+        """Columns for the nodes listed `up` levels above the regions: as many as could hold the leaves, and a few more."""
+        parented = self._levels[up - 1].parented if up else self._num_parented
+        return min(parented, self._most_leaves // BRANCHING**up + BRANCHING)
+
+    def _waiting(self, up: int, store: RegionStore) -> tuple[int, int]:
+        """First and last, exclusive, of what has no parent yet."""
+        if up == 0:
+            return self._num_parented, store.num
+        return self._levels[up - 1].parented, self._levels[up - 1].num
+
+    def num_rows(self, store: RegionStore) -> int:
+        """Vectors that a selection reads at a step, of the row that reads most."""
+        rows = self._levels[-1].num
+        for up in range(len(self._levels)):
+            first, last = self._waiting(up, store)
+            rows += self._width(up) + last - first
+        return rows
+
+    # -- growing ----------------------------------------------------------------------------------------------------
+
+    def take_in(self, store: RegionStore) -> None:
+        """Gives parents to regions that opened since and that are complete; each costs O(D log C), spread over 16 of them.
+
+        No host sync: which columns opened is known.
+        """
+        # The last one may still gain members.
+        while store.num - self._num_parented > BRANCHING:
+            children = slice(self._num_parented, self._num_parented + BRANCHING)
+            self._levels[0].append(store.vector_rows[:, :, children], store.counts[..., children], children.start)
+            self._num_parented = children.stop
+            for lower, upper in zip(self._levels, self._levels[1:]):
+                self._adopt(lower, upper)
+            top = self._levels[-1]
+            if self._narrow_top and top.num - top.parented >= BRANCHING:
+                self._raise(store)
+                self._adopt(top, self._levels[-1])
+
+    @staticmethod
+    def _adopt(lower: Level, upper: Level) -> None:
+        if lower.num - lower.parented >= BRANCHING:
+            children = slice(lower.parented, lower.parented + BRANCHING)
+            upper.append(lower.rows[:, :, children], lower.tokens[..., children], children.start)
+            lower.parented = children.stop
+
+    def _raise(self, store: RegionStore) -> None:
+        """A level above the top, over those of the top's nodes that were there when it was made."""
+        if not self._levels:
+            rows, tokens = store.vector_rows[:, :, : store.num], store.counts
+        else:
+            top = self._levels[-1]
+            rows, tokens = top.rows[:, :, : top.parented], top.tokens[..., : top.parented]
+        if self._aside:
+            parent = self._aside.pop(0)
+            num = self._aside[0].shape[-1] if self._aside else self._num_last
+        else:
+            # Few enough for one root.
+            parent, num = torch.where(tokens > 0, 0, -1), 1
+        self._levels.append(Level.above(rows, tokens, parent, num))
+
+    def parents_of(self, regions: Int64[Tensor, "B U T"]) -> list[Int64[Tensor, "B U T"]]:
+        """The node above each region on each level, nearest first; -1 where there is none."""
+        found, child = [], regions
+        for level in self._levels:
+            child = level.parents_of(child)
+            found.append(child)
+        for parent in self._aside:
+            known = (child >= 0) & (child < parent.shape[-1])
+            child = torch.where(known, parent.gather(-1, child.clamp(0, parent.shape[-1] - 1)), -1)
+            found.append(child)
+        return found
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._levels = [Level(*map(function, level)) for level in self._levels]
+        self._limits, self._aside = function(self._limits), [function(parent) for parent in self._aside]
+        for level in self._levels:
+            level.map_rows(function)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(x.untyped_storage().nbytes() for level in self._levels for x in level)
+        beside = sum(x.untyped_storage().nbytes() for x in (self._limits, *self._aside, *self._steps.values()))
+        return beside + sum(level.stored_bytes for level in self._levels)
 
 
 def score_columns(
@@ -107,77 +185,3 @@ def score_columns(
     gathered = gather_rows((vectors,), ids)[0]
     own_bias = bias.repeat_interleave(ids.shape[1] // bias.shape[1], dim=1).gather(-1, ids.clamp(min=0))
     return rows @ gathered.transpose(2, 3) + own_bias.masked_fill_(ids < 0, -torch.inf)[:, :, None]
-
-
-def build_levels(store: RegionStore, parents: list[Int64[Tensor, "B U _"]]) -> list[Level]:
-    """Levels from the parent of each region, then the parent of each parent, …; columns must be sorted by all of them.
-
-    Args:
-        store: regions; columns without a parent have -1 and come last.
-        parents: nearest first; numbers from 0, ascending along the columns.
-    """
-    levels = []
-    sums = store.vectors.transpose(2, 3) * store.counts[..., None]
-    tokens = store.counts
-    for parent in parents:
-        num = int(parent.max()) + 1
-        index = torch.where(parent < 0, num, parent)
-        shape = (*parent.shape[:2], num + 1)
-        count = parent.new_zeros(shape).scatter_add_(-1, index, torch.ones_like(index))[..., :num]
-        held = parent.new_zeros(shape).scatter_add_(-1, index, tokens)[..., :num]
-        total = sums.new_zeros(*shape, sums.shape[-1])
-        total.scatter_add_(2, index[..., None].expand(-1, -1, -1, sums.shape[-1]), sums)
-        sums, tokens = total[:, :, :num], held
-        bias = torch.zeros(held.shape, device=held.device).masked_fill_(held == 0, -torch.inf)
-        levels.append(Level(sums / held.clamp(min=1)[..., None], bias, count.cumsum(-1) - count, count))
-    return levels[::-1]
-
-
-def sorted_by_parent(
-    labels: Int64[Tensor, "B U T"], coarse: list[Int64[Tensor, "B U T"]]
-) -> tuple[Int64[Tensor, "B U T"], list[Int64[Tensor, "B U _"]]]:
-    """Regions renumbered so that those of a parent are neighbours; the parent of each region, of each parent, ….
-
-    A region belongs to the coarse region of its members (the lowest, should they differ); regions without one are put
-    together as they come, `BRANCHING` a parent.
-
-    Args:
-        labels: region of each slot, -1 outside.
-        coarse: coarser regions of each slot, nearest first, each made of whole ones of the level before; -1 where there is
-            none.
-    """
-    labels, _ = without_gaps(labels)
-    if not coarse:
-        return labels, []
-    num = int(labels.max()) + 1
-    ancestors = [_ancestor(labels, level, num, BRANCHING ** (up + 1)) for up, level in enumerate(coarse)]
-    order = torch.arange(num, device=labels.device).expand(*labels.shape[:2], num)
-    for ancestor in ancestors:
-        order = order.gather(-1, ancestor.gather(-1, order).sort(dim=-1, stable=True).indices)
-    number = torch.empty_like(order).scatter_(-1, order, torch.arange(num, device=labels.device).expand_as(order))
-    renumbered = torch.where(labels < 0, -1, number.gather(-1, labels.clamp(min=0)))
-    nodes = [torch.arange(num, device=labels.device).expand_as(order)]
-    for up in range(len(ancestors)):
-        # A node begins where it, or one above it, is another than the column's before.
-        changes = torch.zeros_like(order, dtype=torch.bool)
-        for ancestor in ancestors[up:]:
-            own = ancestor.gather(-1, order)
-            changes[..., 1:] |= own[..., 1:] != own[..., :-1]
-        nodes.append(changes.cumsum(-1).masked_fill(ancestors[0].gather(-1, order) == _NOWHERE, -1))
-    return renumbered, [_parents(child, parent) for child, parent in zip(nodes, nodes[1:])]
-
-
-def _ancestor(labels: Tensor, coarse: Tensor, num: int, together: int) -> Int64[Tensor, "B U C"]:
-    """The coarse region of each region, a number of its own for each group of those without, `_NOWHERE` for unused."""
-    shape = (*labels.shape[:2], num + 1)
-    own = torch.where(coarse < 0, _UNKNOWN, coarse)
-    lowest = labels.new_full(shape, _NOWHERE).scatter_reduce_(-1, labels + 1, own, "amin")[..., 1:]
-    unknown = lowest == _UNKNOWN
-    return torch.where(unknown, _UNKNOWN + (unknown.cumsum(-1) - 1) // together, lowest)
-
-
-def _parents(child: Int64[Tensor, "B U C"], parent: Int64[Tensor, "B U C"]) -> Int64[Tensor, "B U N"]:
-    """Parent of each node, from the node and the parent of each column; -1 for numbers that no node has."""
-    num = int(child.max()) + 1
-    out = child.new_full((*child.shape[:2], num + 1), -1)
-    return out.scatter_(-1, torch.where(child < 0, num, child), parent)[..., :num]

@@ -1,12 +1,7 @@
 """What retrieval costs: a decoded token, an index, and the update of a community, each next to what it must beat."""
 
-import random
-import statistics
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +9,18 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvstitch.allocators.retrieval import CommunityRetrieval
-from kvstitch.evaluation.benchmarks.retrieval_parts import MadeUpCommunities, PressedDecoder, StockDecoder, bandwidth
+from kvstitch.evaluation.benchmarks.retrieval_parts import (
+    DTYPES,
+    MadeUpCommunities,
+    PressedDecoder,
+    StockDecoder,
+    bandwidth,
+    check_dtypes,
+)
+from kvstitch.evaluation.benchmarks.retrieval_prefill import PrefillBenchmark
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
-from kvstitch.evaluation.models import LoadedModel, load_smollm2
-from kvstitch.evaluation.tasks.prose import prose
 from kvstitch.kernels.community_update.workload import CommunityUpdateWorkload
 from kvstitch.presses.retrieval import RetrievalPress
-from kvstitch.presses.retrieval_run import RetrievalRun
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class DecodeBenchmark:
     - rest: the model over one token, so everything but attention.
     - floor: rest, and what retrieval reads at the bandwidth that is measured here; dense_floor: rest, and all keys and
       values.
+    - index_share: what stays beside keys and values, over the bytes of those in use.
 
     Args:
         allocator: whose way of reading and growing is timed.
@@ -52,9 +51,9 @@ class DecodeBenchmark:
 
     allocator: CommunityRetrieval = field(default_factory=CommunityRetrieval.recommended)
     contexts: Sequence[int] = (8192, 32768)
-    dtypes: Sequence[str] = tuple(_DTYPES)
+    dtypes: Sequence[str] = tuple(DTYPES)
     budget: int = 1024
-    tokens_per_region: int = 16
+    tokens_per_region: int = 9
     rounds: int = 9
     steps: int = 4
     num_layers: int = 30
@@ -65,9 +64,7 @@ class DecodeBenchmark:
     vocab_size: int = 49152
 
     def __post_init__(self):
-        unknown = [name for name in self.dtypes if name not in _DTYPES]
-        if unknown:
-            raise ValueError(f"dtypes must be among {', '.join(_DTYPES)}, got {', '.join(unknown)}")
+        check_dtypes(self.dtypes)
         if min(self.contexts) <= self.budget:
             raise ValueError(f"contexts must be longer than budget={self.budget}, got {min(self.contexts)}")
 
@@ -75,12 +72,12 @@ class DecodeBenchmark:
         """One row per dtype and context."""
         rows = []
         for dtype in self.dtypes:
-            model = self._model().to(_DTYPES[dtype])
+            model = self._model().to(DTYPES[dtype])
             rows += [self._row(model, dtype, context) for context in self.contexts]
         return rows
 
     def _row(self, model: PreTrainedModel, dtype: str, context: int) -> dict[str, Any]:
-        keys, values = self._storage(context, _DTYPES[dtype])
+        keys, values = self._storage(context, DTYPES[dtype])
         communities = MadeUpCommunities(self.allocator, self.tokens_per_region)
         contestants = {
             "stock": StockDecoder(model, keys, values, self.steps),
@@ -92,7 +89,7 @@ class DecodeBenchmark:
         seconds = interleaved_seconds({name: each.timed for name, each in contestants.items()}, self.rounds)
         ms = {name: timing["median_sec"] * 1e3 / self.steps for name, timing in seconds.items()}
         read, speed = contestants["retrieval"].bytes_read(), bandwidth()
-        everything = 2 * self.num_layers * self.num_kv_heads * context * self.head_dim * _DTYPES[dtype].itemsize
+        everything = 2 * self.num_layers * self.num_kv_heads * context * self.head_dim * DTYPES[dtype].itemsize
         floor, dense_floor = (ms["rest"] + count / speed * 1e3 for count in (read, everything))
         row: dict[str, Any] = {"kind": "decode", "dtype": dtype, "context": context, "budget": self.budget}
         row |= {f"{name}_ms": round(value, 2) for name, value in ms.items()}
@@ -137,7 +134,7 @@ class UpdateBenchmark:
     """Microseconds of one incremental update of communities (the paper's rule), at several lengths of the cache.
 
     The floor is what the update must read and write at the bandwidth that is measured here: far below what a dozen small
-    operators take to start.
+    operators take to start, which the distance to it says.
 
     Args:
         lengths: slots.
@@ -158,7 +155,8 @@ class UpdateBenchmark:
         row: dict[str, Any] = {"kind": "update"} | {f"us_at_{length}": round(value, 1) for length, value in us.items()}
         first, last = us[str(self.lengths[0])], us[str(self.lengths[-1])]
         floor = workloads[str(self.lengths[0])].floor_bytes() / bandwidth() * 1e6
-        return [row | {"floor_us": round(floor, 3), "last_to_first": round(last / first, 3)}]
+        row |= {"floor_us": round(floor, 3)} | {f"at_{length}_to_floor": round(us[length] / floor, 1) for length in us}
+        return [row | {"last_to_first": round(last / first, 3)}]
 
     def _contestant(self, workload: CommunityUpdateWorkload) -> Contestant:
         def update(inputs) -> None:
@@ -171,81 +169,6 @@ class UpdateBenchmark:
 def _update_workload(length: int) -> CommunityUpdateWorkload:
     # One layer of SmolLM2-135M.
     return CommunityUpdateWorkload(batch=1, heads=3, length=length, head_dim=64, capacity=1024)
-
-
-@dataclass(frozen=True)
-class PrefillBenchmark:
-    """Seconds of a prompt read by the embedded model, and what building all indices adds.
-
-    Wall time, and processor time of all threads, which other work on the machine disturbs less.
-
-    Args:
-        allocator: whose index is built.
-        tokens: length of the prompt.
-        budget: of the press.
-        text: a UTF-8 text file; None for prose that we make up.
-        rounds: repeats, of which the median is taken.
-    """
-
-    allocator: CommunityRetrieval = field(default_factory=CommunityRetrieval.recommended)
-    tokens: int = 8064
-    budget: int = 1024
-    text: str | None = None
-    rounds: int = 3
-
-    def run(self) -> list[dict[str, Any]]:
-        """One row; what is waited for at the end is `exposed_sec`, the work in the background `background_sec`.
-
-        `observe_sec` is spent on edges alone, `attend_sec` on attention that gives edges on the side.
-        """
-        loaded = load_smollm2()
-        ids = self._tokens(loaded)
-        runs: list[RetrievalRun] = []
-        processor: dict[str, list[float]] = {"dense": [], "pressed": []}
-
-        @torch.no_grad()
-        def read(press: RetrievalPress | None) -> None:
-            start = time.process_time()
-            with nullcontext() if press is None else press(loaded.model) as run:
-                cache = loaded.model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-                loaded.model(ids[:, -1:], past_key_values=cache, use_cache=True)
-            processor["dense" if press is None else "pressed"].append(time.process_time() - start)
-            if run is not None:
-                runs.append(run)
-
-        press = RetrievalPress(self.allocator, self.budget)
-        contestants = {"dense": Contestant(lambda _: read(None)), "pressed": Contestant(lambda _: read(press))}
-        seconds = {
-            name: timing["median_sec"]
-            for name, timing in interleaved_seconds(contestants, self.rounds, warm_up=0).items()
-        }
-        events = [run.events[0] for run in runs]
-        parts = {
-            "observe_sec": statistics.median(event.observe_seconds for event in events),
-            "attend_sec": statistics.median(event.attend_seconds for event in events),
-            "index_sec": statistics.median(event.seconds for event in events),
-            "exposed_sec": statistics.median(event.exposed_seconds for event in events),
-            "background_sec": statistics.median(event.busy_seconds for event in events),
-        }
-        row: dict[str, Any] = {"kind": "prefill", "tokens": self.tokens}
-        row |= {f"{name}_sec": round(value, 2) for name, value in seconds.items()}
-        row |= {name: round(value, 2) for name, value in parts.items()}
-        row["overhead"] = round(seconds["pressed"] / seconds["dense"] - 1, 3)
-        used = {name: statistics.median(samples) for name, samples in processor.items()}
-        row |= {f"{name}_processor_sec": round(value, 2) for name, value in used.items()}
-        row["processor_overhead"] = round(used["pressed"] / used["dense"] - 1, 3)
-        row["index_share"] = round(runs[-1].index_bytes / runs[-1].stored_bytes, 4)
-        return [row]
-
-    def _tokens(self, loaded: LoadedModel) -> Tensor:
-        if self.text is None:
-            text = " ".join(prose(random.Random(0), loaded.tokenizer, self.tokens + 100))
-        else:
-            text = Path(self.text).read_text(encoding="utf-8")
-        ids = loaded.tokenizer(text).input_ids[: self.tokens]
-        if len(ids) < self.tokens:
-            raise ValueError(f"text must have at least {self.tokens} tokens, got {len(ids)} of {self.text}")
-        return torch.tensor([ids])
 
 
 @dataclass(frozen=True)

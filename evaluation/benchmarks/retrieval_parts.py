@@ -3,20 +3,39 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvstitch.allocators.retrieval import CommunityRetrieval, LayerFrame, LayerIndex, RetrievingAllocator
 from kvstitch.allocators.retrieval.reading import Parts
 from kvstitch.allocators.retrieval.region_index import RegionIndex
 from kvstitch.evaluation.benchmarks.timing import Contestant
 from kvstitch.evaluation.reads import ReadMeter
+from kvstitch.evaluation.streams import auxiliary_bytes
 from kvstitch.presses.retrieval import RetrievalPress
 from kvstitch.presses.retrieval_run import RetrievalRun
 from kvstitch.views import LayerView
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def check_dtypes(names: Sequence[str]) -> None:
+    """Raise unless all are dtypes that are timed."""
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown:
+        raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {', '.join(unknown)}")
+
+
+def index_share(cache: Cache) -> float:
+    """Bytes that stay beside keys and values, over those of the keys and values in use, room for growth left out.
+
+    Measured: everything that can be reached from the cache counts, whether its owner thinks of it or not.
+    """
+    return auxiliary_bytes(cache) / sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
 
 @dataclass(frozen=True)
@@ -108,8 +127,8 @@ class PressedDecoder(StockDecoder):
         return meter.metrics(self.cache)["read_bytes"]
 
     def index_share(self) -> float:
-        """Bytes held beside keys and values, over their own."""
-        return self._run.index_bytes / self._run.stored_bytes
+        """See `index_share`."""
+        return index_share(self.cache)
 
 
 def bandwidth(megabytes: int = 512, repeats: int = 7) -> float:

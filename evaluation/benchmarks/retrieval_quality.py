@@ -1,6 +1,8 @@
 """What ways to retrieve cost in quality, all against dense, each prompt read once for all of them."""
 
 import dataclasses
+import functools
+import hashlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from kvstitch.evaluation.progress import Progress
 from kvstitch.evaluation.records import RunFolder, config_hash, write_text
 from kvstitch.evaluation.tasks import Needle, Reasoning, Text
 from kvstitch.evaluation.tasks.base import Sample, Task
+from kvstitch.evaluation.tasks.sources import read_text
 
 GENERATED = {"reasoning": Reasoning, "needle": Needle}
 _FOLDER_NOTE = (
@@ -33,7 +36,8 @@ class QualityBenchmark:
     """A table of methods and budgets over texts: closed loop, token by token, teacher-forced, against the dense model.
 
     Every record goes to `predictions.jsonl` in `output` as soon as it is there; the same command goes on from what it
-    finds, and one with more texts, methods or budgets adds to it. `tables.md` is written at the end.
+    finds, and one with more texts, methods or budgets adds to it. Records of another model, or of a text that has changed
+    since, stay where they are and are not used. `tables.md` is written at the end.
 
     Args:
         methods: allocators by name, None leaves one out; one with a `seed` gets that of the piece.
@@ -89,6 +93,8 @@ class QualityBenchmark:
         with folder.opened(_FOLDER_NOTE):
             records = {record["id"]: record for record in folder.read_records()}
             cells = list(self._cells())
+            for cell in cells:
+                _adopt(records, cell.older_ids)
             wanted = [record_id for cell in cells for record_id in cell.ids.values()]
             progress.note(f"{len(wanted)} records, {len(set(wanted) & set(records))} of them are in {folder} already")
             loaded = None
@@ -106,22 +112,23 @@ class QualityBenchmark:
         return overview(chosen)
 
     def _cells(self) -> Iterator["_Cell"]:
+        digests = {text: _digest_of(text) for text in self.texts}
         for length, text, piece in itertools.product(self.lengths, self.texts, range(self.pieces)):
             chosen = {name: allocator for name, allocator in self.methods.items() if allocator is not None}
             allocators = {name: _seeded(allocator, piece) for name, allocator in chosen.items()}
-            ids = {
-                (name, budget): self._id(text, length, piece, name, allocator, budget)
-                for name, allocator in allocators.items()
-                for budget in self.budgets
-            }
-            yield _Cell(text, length, piece, allocators, ids)
+            source = {"model": _name_of(self.model), "text_sha256": digests[text]}
+            ids, older_ids = {}, {}
+            for (name, allocator), budget in itertools.product(allocators.items(), self.budgets):
+                readable = f"{_short(text)}-{length}-{piece}-{name}-{budget}"
+                record_id, older = (f"{readable}-{self._digest(text, allocator, **more)}" for more in (source, {}))
+                ids[name, budget], older_ids[record_id] = record_id, older
+            yield _Cell(text, length, piece, allocators, source, ids, older_ids)
 
-    def _id(self, text: str, length: int, piece: int, name: str, allocator: RetrievingAllocator, budget: int) -> str:
-        """Readable, and unique for everything that the record depends on."""
+    def _digest(self, text: str, allocator: RetrievingAllocator, **source: str | None) -> str:
+        """Of everything that a record depends on and that its readable part does not say."""
         options = {field.name: getattr(allocator, field.name) for field in dataclasses.fields(allocator)}
         made_by = {"kind": type(allocator).__name__, "options": options, "press": dict(self.press), "text": text}
-        digest = config_hash(made_by | {"decode_tokens": self.decode_tokens})
-        return f"{_short(text)}-{length}-{piece}-{name}-{budget}-{digest[:8]}"
+        return config_hash(made_by | {"decode_tokens": self.decode_tokens} | source)[:8]
 
     def _measured(self, loaded: LoadedModel, cell: "_Cell", done: set[str]) -> Iterator[dict[str, Any]]:
         task, sample = self._sample(loaded, cell)
@@ -137,6 +144,7 @@ class QualityBenchmark:
                     "piece": cell.piece,
                     "method": name,
                     "budget": budget,
+                    **cell.source,
                     "metrics": metrics,
                 }
 
@@ -153,13 +161,46 @@ class QualityBenchmark:
 
 @dataclass(frozen=True)
 class _Cell:
-    """One prompt and what is to be known of it."""
+    """One prompt and what is to be known of it.
+
+    Args:
+        source: model and content of the text, as records tell them.
+        ids: of the record of each method and budget.
+        older_ids: by id, the one that a record had before model and content were part of it.
+    """
 
     text: str
     length: int
     piece: int
     allocators: Mapping[str, RetrievingAllocator]
+    source: Mapping[str, str | None]
     ids: Mapping[tuple[str, int], str]
+    older_ids: Mapping[str, str]
+
+
+def _adopt(records: dict[str, dict[str, Any]], older_ids: Mapping[str, str]) -> None:
+    """Takes records that do not say of which model and text they are for what is looked for."""
+    for record_id, older_id in older_ids.items():
+        if record_id not in records and "model" not in records.get(older_id, {"model": None}):
+            records[record_id] = records[older_id]
+
+
+def _name_of(load: Callable[[], LoadedModel]) -> str:
+    """The function that loads a model, with what it is given."""
+    given = ""
+    if isinstance(load, functools.partial):
+        given = ", ".join(
+            [*map(repr, load.args), *(f"{key}={value!r}" for key, value in sorted(load.keywords.items()))]
+        )
+        load = load.func
+    return f"{load.__module__}.{load.__qualname__}({given})"
+
+
+def _digest_of(text: str) -> str | None:
+    """Of a file's content; None for what is generated."""
+    if text in GENERATED:
+        return None
+    return hashlib.sha256(read_text(Path(text).expanduser(), "bench.texts").encode()).hexdigest()
 
 
 def _seeded(allocator: RetrievingAllocator, seed: int) -> RetrievingAllocator:

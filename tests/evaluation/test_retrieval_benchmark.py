@@ -1,11 +1,27 @@
 """The retrieval benchmarks on tiny shapes: they run, decode what they say, and report consistent figures."""
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
+import kvstitch.configs
 from kvstitch.allocators.retrieval import CommunityRetrieval
+from kvstitch.evaluation.benchmarks import retrieval_prefill
 from kvstitch.evaluation.benchmarks.retrieval import DecodeBenchmark, RetrievalBenchmark, UpdateBenchmark
-from kvstitch.evaluation.benchmarks.retrieval_parts import MadeUpCommunities, PressedDecoder, StockDecoder, bandwidth
+from kvstitch.evaluation.benchmarks.retrieval_parts import (
+    MadeUpCommunities,
+    PressedDecoder,
+    StockDecoder,
+    bandwidth,
+    index_share,
+)
+from kvstitch.evaluation.benchmarks.retrieval_prefill import PrefillBenchmark
+from kvstitch.evaluation.models import LoadedModel
 from kvstitch.presses.retrieval import RetrievalPress
 
 TINY = dict(
@@ -56,7 +72,60 @@ def test_contestants_do_what_they_are_called(quiet):
 def test_update_rows():
     (row,) = UpdateBenchmark(lengths=(64, 256), rounds=2, repeats=2).run()
     assert row["us_at_64"] > row["floor_us"] > 0
+    assert row["at_64_to_floor"] == pytest.approx(row["us_at_64"] / row["floor_us"], rel=0.2)
+    assert row["at_256_to_floor"] == pytest.approx(row["us_at_256"] / row["floor_us"], rel=0.2)
     assert row["last_to_first"] == pytest.approx(row["us_at_256"] / row["us_at_64"], rel=0.05)
+
+
+@pytest.fixture
+def prefill(tiny, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + i * i % 90}" for i in range(200)))
+    load = lambda dtype: LoadedModel(tiny.model.to(getattr(torch, dtype)), tiny.tokenizer)
+    monkeypatch.setattr(retrieval_prefill, "load_smollm2", load)
+    return PrefillBenchmark(
+        CommunityRetrieval(top_k=3), tokens=160, dtypes=("float32", "bfloat16"), budget=48, text=str(text), rounds=2
+    )
+
+
+def test_prefill_rows(quiet, prefill):
+    rows = prefill.run()
+    assert [(row["kind"], row["dtype"], row["tokens"]) for row in rows] == [("prefill", x, 160) for x in prefill.dtypes]
+    for row in rows:
+        assert row["floor_sec"] >= row["dense_sec"] and row["pressed_to_floor"] > 0
+        assert row["processor_overhead"] > -1 and row["background_sec"] >= 0
+    # Half of the bytes have more than half of an index beside them: slots are whole numbers.
+    assert 1 < rows[1]["index_share"] / rows[0]["index_share"] < 2.1
+
+
+def test_the_share_is_of_everything_that_stays_over_what_is_in_use(quiet, tiny):
+    with RetrievalPress(CommunityRetrieval.paper(top_k=3), 48)(tiny.model) as run, torch.no_grad():
+        cache = tiny.model(torch.arange(3, 93)[None].repeat(1, 2), use_cache=True).past_key_values
+        tiny.model(torch.tensor([[5]]), past_key_values=cache)
+    in_use = 3 * 2 * 181 * 2 * 16 * 4
+    share = index_share(cache)
+    assert run.stored_bytes > in_use, "room for growth"
+    assert share >= run.index_bytes / in_use > run.index_bytes / run.stored_bytes
+    # Whatever else an index holds, in torch or in numpy, in whatever it holds.
+    index = cache.layers[1].index.index
+    index.kept = {"labels": [np.zeros(100, np.int64)[:50]]}
+    index.growth.kept = torch.zeros(50)
+    assert index_share(cache) == pytest.approx(share + (800 + 200) / in_use)
+
+
+def test_the_configuration_times_what_the_classes_do():
+    """Also an index of about the size that `recommended` builds."""
+    config = OmegaConf.load(Path(kvstitch.configs.__file__).parent / "bench" / "retrieval.yaml")
+    made = instantiate(config, _convert_="all")
+    assert made.decode.tokens_per_region == DecodeBenchmark().tokens_per_region == 9
+    for part, default in (
+        (made.decode, DecodeBenchmark()),
+        (made.update, UpdateBenchmark()),
+        (made.prefill, PrefillBenchmark()),
+    ):
+        for field in dataclasses.fields(part):
+            value, expected = getattr(part, field.name), getattr(default, field.name)
+            assert value == (list(expected) if isinstance(expected, tuple) else expected), field.name
 
 
 def test_parts_can_be_left_out():
@@ -75,3 +144,8 @@ def test_bandwidth_is_a_speed():
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DecodeBenchmark(**options)
+
+
+def test_a_prompt_is_read_in_dtypes_that_there_are():
+    with pytest.raises(ValueError, match="dtypes must be among float32, bfloat16, got int8"):
+        PrefillBenchmark(dtypes=("int8",))

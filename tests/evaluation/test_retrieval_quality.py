@@ -1,6 +1,9 @@
 """Many methods and budgets from one prompt: the same figures as one by one, resumed, in tables."""
 
 import dataclasses
+import functools
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -70,18 +73,23 @@ def loaded():
     [
         COMMUNITY,
         CommunityRetrieval.paper(top_k=3),
-        dataclasses.replace(COMMUNITY, growth="nearest", refresh=5),
+        # Lloyd steps would begin from other members, as the storage of the second budget is in order already.
+        dataclasses.replace(COMMUNITY, growth="nearest", refresh=5, refine_steps=0),
+        dataclasses.replace(COMMUNITY, levels=2, target_tokens=2, min_mean_tokens=2, growth_tokens=1),
+        dataclasses.replace(COMMUNITY, levels="auto", target_tokens=2, min_mean_tokens=2, growth_tokens=1),
         ClusterRetrieval(tokens_per_cluster=8, steps=2),
         PageRetrieval(page_size=8),
         OracleRetrieval(select="query_head"),
         WindowRetrieval(),
         GraphEviction(top_k=3),
     ],
-    ids=lambda allocator: f"{type(allocator).__name__}-{getattr(allocator, 'growth', '')}",
+    ids=lambda allocator: "-".join(
+        [type(allocator).__name__, *(str(getattr(allocator, x, "")) for x in ("growth", "levels"))]
+    ),
 )
 def test_a_shared_prompt_gives_what_each_press_gives_alone(loaded, allocator):
     # The first two budgets have as many recent tokens, the last has fewer.
-    budgets = (40, 48, 24)
+    budgets = (40, 43, 24)
     options = OPTIONS | {"num_recent": None}
     found = dict(SharedPrompt(loaded, Grader(), SAMPLE).measure(allocator, budgets, **options))
     assert list(found) == list(budgets)
@@ -124,6 +132,58 @@ def test_a_second_command_measures_only_what_is_new(benchmark, monkeypatch, caps
     assert measured == [[64]] * 3 + [[32, 48, 64]] * 3
     assert [row["32"] for row in more[:3]] == [row["32"] for row in rows]
     assert "## 110 tokens prefilled, 2 prompts: one, two" in capsys.readouterr().out
+
+
+def test_another_model_is_measured_anew(benchmark, loaded, tmp_path):
+    """In the same folder, where the first one's records stay."""
+    first = benchmark(budgets=(32,)).run()
+    path, models = tmp_path / "out" / "predictions.jsonl", []
+
+    def load(scale, name="tiny"):
+        models.append(scale)
+        for parameter in loaded.model.parameters():
+            parameter.data.mul_(scale)
+        return loaded
+
+    other = benchmark(budgets=(32,), model=functools.partial(load, scale=1.1))
+    second = other.run()
+    assert models == [1.1] and [row["32"] for row in second] != [row["32"] for row in first]
+    assert other.run() == second and benchmark(budgets=(32,)).run() == first and models == [1.1]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({record["id"] for record in records}) == len(records) == 6
+    assert records[-1]["model"].endswith("load(scale=1.1)") and records[-1]["text_sha256"] is None
+
+
+def test_a_text_that_changed_is_measured_anew(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval_quality, "Text", lambda **options: Grader())
+    text, path = tmp_path / "book.txt", tmp_path / "out" / "predictions.jsonl"
+    for content, count in (("once", 3), ("once", 3), ("twice", 6), ("once", 6)):
+        text.write_text(content)
+        benchmark(texts=(str(text),), budgets=(32,)).run()
+        assert len(path.read_text().splitlines()) == count
+    assert json.loads(path.read_text().splitlines()[0])["text_sha256"] == hashlib.sha256(b"once").hexdigest()
+    with pytest.raises(FileNotFoundError, match="bench.texts=.*gone.txt"):
+        benchmark(texts=(str(tmp_path / "gone.txt"),)).run()
+
+
+def test_records_that_do_not_say_of_what_they_are_still_count(benchmark, tmp_path):
+    """Those made before model and text were part of them."""
+    rows, path = benchmark(budgets=(32,)).run(), tmp_path / "out" / "predictions.jsonl"
+    older = {new: old for cell in benchmark(budgets=(32,))._cells() for new, old in cell.older_ids.items()}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["id"] = older[record["id"]]
+        del record["model"], record["text_sha256"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    before = path.read_bytes()
+    assert benchmark(budgets=(32,)).run() == rows and path.read_bytes() == before
+
+
+def test_older_ids_are_what_they_were():
+    oracle = QualityBenchmark(
+        {"oracle": OracleRetrieval()}, ("needle",), (110,), (32,), decode_tokens=16, press=OPTIONS
+    )
+    assert list(next(oracle._cells()).older_ids.values()) == ["needle-110-0-oracle-32-4846d882"]
 
 
 def test_pieces_have_seeds_of_their_own(benchmark, tmp_path):
@@ -208,6 +268,28 @@ def test_the_ablation_of_the_configuration_has_the_papers_rows():
         options = {f"allocator.{key}": value for key, value in dataclasses.asdict(made.methods[method]).items()}
         for name in names:
             assert rows[name].fits(options | {"press": "community", "allocator": "community_paper"}), (method, name)
+
+
+def test_a_row_of_the_ablation_changes_one_thing():
+    """Only clusters of keys, which have no modularity, cannot grow as the rest does."""
+    with initialize_config_dir(str(Path(kvstitch.configs.__file__).parent), version_base="1.3"):
+        ablation, quality = (
+            instantiate(
+                compose("bench", overrides=[f"bench={name}", "bench.model=null"]).bench, _convert_="all"
+            ).methods
+            for name in ("community_ablation", "community_quality")
+        )
+    rows = {name: allocator for name, allocator in ablation.items() if allocator is not None}
+    full = dataclasses.asdict(rows.pop("full"))
+    changed = lambda allocator, base: {k for k, v in dataclasses.asdict(allocator).items() if v != base[k]}
+    assert {name: len(changed(row, full)) for name, row in rows.items()} == {
+        name: 2 if name == "kmeans" else 1 for name in rows
+    }
+    # The graph beside k-means: no Lloyd steps, and as many regions at most.
+    recommended = dataclasses.asdict(quality["recommended"])
+    assert changed(quality["graph_no_lloyd"], recommended) == {"refine_steps"}
+    assert quality["graph_no_lloyd"].min_mean_tokens == quality["kmeans_like_recommended"].tokens_per_cluster
+    assert quality["graph_no_lloyd"].replacement == quality["kmeans_like_recommended"].replacement
 
 
 def test_tables_and_verdicts():

@@ -21,6 +21,7 @@ ALLOCATORS = {
     "exact_boundary": CommunityRetrieval(top_k=3, refine_steps=0, truncation="exact"),
     "shortlist": CommunityRetrieval(top_k=3, refine_steps=0, shortlist=2),
     "tree": CommunityRetrieval(top_k=3, refine_steps=0, levels=2),
+    "high_tree": CommunityRetrieval(top_k=3, refine_steps=0, levels="auto"),
     "nearest": ClusterRetrieval(tokens_per_cluster=4, steps=1, growth="nearest"),
     "quest": PageRetrieval(page_size=4),
     "window": WindowRetrieval(),

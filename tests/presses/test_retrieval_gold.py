@@ -34,6 +34,7 @@ ALLOCATORS = {
     "community": CommunityRetrieval(**PLAIN, growth_tokens=4, combine="max", truncation="exact"),
     "community_refined": CommunityRetrieval(top_k=3, replacement=0, metric="queries"),
     "community_tree": CommunityRetrieval(**PLAIN, levels=2, growth_tokens=4),
+    "community_high_tree": CommunityRetrieval(**PLAIN, levels="auto", growth_tokens=1, shortlist=1.5),
     "community_paper": CommunityRetrieval.paper(top_k=3),
     "community_nearest": CommunityRetrieval(**PLAIN, growth="nearest", truncation="exact", combine="mean"),
     "community_per_head": CommunityRetrieval(**PLAIN, aggregation="per_head", truncation="exact"),

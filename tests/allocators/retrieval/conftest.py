@@ -1,5 +1,6 @@
 """Layers to index, and a retrieval written with loops over Python numbers."""
 
+import copy
 import math
 
 import pytest
@@ -83,6 +84,17 @@ class Layer:
         heads = slice(head * self.group, (head + 1) * self.group)
         return self.queries[row, heads, self.length - 1].double()
 
+    def alone(self, row):
+        """The same row as a batch of its own, without its padding; before anything was put in order."""
+        pad = int((self.all_positions[row] < 0).sum())
+        other = copy.copy(self)
+        for name in ("all_keys", "all_values", "queries"):
+            setattr(other, name, getattr(self, name)[row : row + 1, :, pad:])
+        other.all_positions = self.all_positions[row : row + 1, pad:]
+        other.slots = torch.arange(self.length - pad).expand(1, self.heads, -1).clone()
+        other.batch = 1
+        return other
+
     def _column(self, row, position):
         return int((self.all_positions[row] == position).nonzero()[0])
 
@@ -148,6 +160,22 @@ class PlainRegions:
         keys = torch.stack([self.layer.key(self.row, self.head, p) for p in taken])
         weights = (queries @ keys.T * self.layer.scaling).softmax(-1).mean(0)
         return [taken[i] for i in weights.argsort(descending=True)[:count]]
+
+
+def nested(length, sizes, seed=0):
+    """Labels of nested partitions, finest first."""
+    draw = torch.Generator().manual_seed(seed)
+    fine = torch.randint(0, sizes[0], (1, 1, length), generator=draw)
+    levels = [fine]
+    for size in sizes[1:]:
+        parents = torch.randint(0, size, (int(levels[-1].max()) + 1,), generator=draw)
+        levels.append(parents[levels[-1]])
+    return levels
+
+
+@pytest.fixture
+def nested_labels():
+    return nested
 
 
 @pytest.fixture

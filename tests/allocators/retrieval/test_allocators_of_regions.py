@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.sparse import csr_matrix
 
+from kvstitch.allocators import CommunityQuota
 from kvstitch.allocators.retrieval import (
     ClusterRetrieval,
     CommunityRetrieval,
@@ -17,6 +18,7 @@ from kvstitch.allocators.retrieval import (
 )
 from kvstitch.allocators.retrieval.geometry import QueryGeometry
 from kvstitch.allocators.retrieval.kmeans import kmeans, refined
+from kvstitch.allocators.retrieval.partition import leiden
 from kvstitch.allocators.retrieval.static import decayed_ranking
 
 SINKS, RECENT = 3, 5
@@ -273,6 +275,13 @@ def test_static_eviction_reads_the_same_at_every_step(make_layer, read_plan):
         (dict(aggregation="per_group"), "did you mean 'query_group'"),
         (dict(partition="louvain"), "partition must be one of"),
         (dict(shortlist=0.5), "shortlist must be at least 1"),
+        (dict(shortlist=math.nan), "shortlist must be at least 1"),
+        (dict(shortlist=math.inf), "shortlist must be finite, got inf; to choose among all keys take OracleRetrieval"),
+        (dict(seed=-1), "seed must be at least 0"),
+        (dict(seed=2**64), "seed must be less than 2 \\*\\* 64, got 18446744073709551616"),
+        (dict(levels="all"), "levels must be an int, or 'auto', got 'all'"),
+        (dict(levels=0), "levels must be at least 1"),
+        (dict(levels="auto", growth="nearest"), "growth='chunk'"),
         (dict(growth="delta"), "did you mean 'delta_q'"),
         (dict(growth="delta_q"), "resolution of the graph"),
         (dict(growth="delta_q", resolution=1.0, replacement=4), "mean values"),
@@ -289,6 +298,19 @@ def test_impossible_options_are_refused(options, message):
     defaults = dict(replacement=0, refine_steps=0)
     with pytest.raises(ValueError, match=message):
         CommunityRetrieval(**(defaults | options))
+
+
+@pytest.mark.parametrize("make", [ClusterRetrieval, CommunityQuota])
+def test_a_seed_has_64_bits(make):
+    assert make(seed=2**64 - 1).seed == 2**64 - 1
+    with pytest.raises(ValueError, match="seed must be less than 2"):
+        make(seed=2**64)
+
+
+def test_the_largest_seed_cuts_a_graph():
+    edges = np.ones((6, 6)) - np.eye(6)
+    assert leiden(csr_matrix(edges), 1.0, 2**64 - 1).labels.tolist() == [0] * 6
+    assert kmeans(torch.randn(9, 2), 3, 1, 2**64 - 1).max() <= 2
 
 
 def test_a_wrong_type_is_refused():

@@ -192,3 +192,16 @@ def test_levels_are_made_of_whole_regions():
     for fine, coarse in zip(labels, labels[1:]):
         assert all(len(set(coarse[fine == region])) == 1 for region in set(fine))
         assert len(set(coarse)) < len(set(fine))
+
+
+def test_as_many_levels_as_are_needed():
+    """All graphs have as many, so that those of a batch go together; at the top stands one root."""
+    many = make(levels="auto")(clique_edges(cliques=90, size=3), np.ones(270, bool))
+    few = make(levels="auto")(clique_edges(), np.ones(20, bool))
+    none = make(levels="auto")(clique_edges(1), np.zeros(5, bool))
+    assert len(many.coarse) == len(few.coarse) == len(none.coarse)
+    sizes = [int(level.max()) + 1 for level in (many.labels, *many.coarse)]
+    assert sizes[0] == 90 and 1 < sizes[1] <= 16 and set(sizes[2:]) == {1}
+    assert all((level == 0).all() for level in few.coarse) and all((level == -1).all() for level in none.coarse)
+    for fine, coarse in zip((many.labels, *many.coarse), many.coarse):
+        assert all(len(set(coarse[fine == region])) == 1 for region in set(fine))

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kvstitch.allocators.retrieval.region_index import RegionOptions
+from kvstitch.allocators.retrieval import ReadPlan
+from kvstitch.allocators.retrieval.region_index import RegionIndex, RegionOptions
 
 SINKS, RECENT = 3, 5
 
@@ -77,8 +78,6 @@ def test_reads_are_those_of_the_loops(
 
 
 def test_rows_may_have_budgets_of_their_own(make_layer, given_regions, plain_regions, chunk_growth, regions):
-    from kvstitch.allocators.retrieval import ReadPlan
-
     layer = make_layer()
     index = given_regions(layer.frame(SINKS), RegionOptions(truncation="exact"), chunk_growth(), regions)
     layer.permute(index.build(layer.view(), ReadPlan((31, 19), SINKS, RECENT)))
@@ -90,6 +89,67 @@ def test_rows_may_have_budgets_of_their_own(make_layer, given_regions, plain_reg
             plain = plain_regions(layer, row, head, regions[0, 0], SINKS, RECENT)
             plain.regions, plain.last = {}, None
             assert len(found[row][head]) == count - SINKS - RECENT
+
+
+@pytest.mark.parametrize("shortlist", [1.01, 1.7, 40, 1e300])
+@pytest.mark.parametrize("replacement", [0, 4])
+def test_a_row_lists_what_it_would_alone(
+    make_layer, given_regions, chunk_growth, read_plan, regions, shortlist, replacement
+):
+    """Its shortlist is as long as its own budget says, whatever the other rows may read."""
+    options = RegionOptions(shortlist=shortlist, replacement=replacement, truncation="exact")
+    budgets, both = (44, 15), make_layer()
+    alone = [both.alone(row) for row in range(2)]
+    build = lambda layer, *rows: _built(
+        layer, given_regions, options, chunk_growth(), regions, ReadPlan(rows, SINKS, RECENT)
+    )
+    index, single = build(both, *budgets), [build(alone[row], budgets[row]) for row in range(2)]
+    for _ in range(9):
+        for layer in (both, *alone):
+            layer.append()
+        reads = index.select(both.step())
+        found = read_sets(both, reads)
+        assert max(x.shape[-1] for x in (reads.slots, index._unit_steps)) <= both.length + 1
+        for row in range(2):
+            own = single[row].select(alone[row].step())
+            assert [set(x) for x in found[row]] == [set(x) for x in read_sets(alone[row], own)[0]]
+            keys, own_keys = (torch.as_tensor(x.key_rows).expand(n, 2) for x, n in ((reads, 2), (own, 1)))
+            assert keys[row].tolist() == own_keys[0].tolist()
+            # The keys of what is listed, of which there may be less than is wanted.
+            limit = min(
+                int(min((budgets[row] - SINKS - RECENT) * shortlist, 1000)), both.newest(row) + 1 - SINKS - RECENT
+            )
+            assert keys[row].tolist() == [limit] * 2
+            if replacement:
+                left, own_left = (x.rest.log_counts[r].exp().sum(-1) for x, r in ((reads, row), (own, 0)))
+                assert torch.allclose(left, own_left)
+
+
+def _built(layer, given_regions, options, growth, labels, plan, coarse=()):
+    index = given_regions(layer.frame(SINKS), options, growth, labels, coarse)
+    layer.permute(index.build(layer.view(), plan))
+    return index
+
+
+@pytest.mark.parametrize("select", ["kv_head", "query_head"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_what_is_read_to_choose_is_charged(make_layer, chunk_growth, read_plan, regions, select, per_head):
+    """Per kv head: the centroids of each of its units, and the mean values that each of its selections reads."""
+    layer, options = make_layer(), RegionOptions(select=select, replacement=4)
+
+    class PerHead(RegionIndex):
+        def partition(self, view, parts):
+            at = view.positions.clamp(min=0)
+            labels = torch.where(view.valid, regions.expand(2, 2, -1).gather(-1, at), -1)
+            return labels.repeat_interleave(3, dim=1) if per_head else labels
+
+    index = PerHead(layer.frame(SINKS), options, chunk_growth())
+    layer.permute(index.build(layer.view(), read_plan(26, SINKS, RECENT)))
+    layer.append()
+    reads = index.select(layer.step())
+    units, selections = index.store.vectors.shape[1] // 2, reads.rest.values.shape[1] // 2
+    assert (units, selections) == (3 if per_head else 1, 3 if per_head or select == "query_head" else 1)
+    assert reads.index_rows == index.store.num * units + 4 * selections
 
 
 @pytest.mark.parametrize("shortlist", [1.0, 1.5])
