@@ -186,6 +186,8 @@ class CommunityIndex(RegionIndex):
                 members = (fresh[row, unit] & (labels[row, unit] >= 0)).nonzero()[:, 0]
                 if not len(members):
                     continue
+                # The storage may be in the order of earlier regions.
+                members = members[view.positions[row, unit // group, members].argsort()]
                 old = labels[row, unit, members]
                 keys, first = view.keys[row, unit // group, members], old.min()
                 if self._geometry is not None:

@@ -74,7 +74,7 @@ def loaded():
         COMMUNITY,
         CommunityRetrieval.paper(top_k=3),
         # Lloyd steps would begin from other members, as the storage of the second budget is in order already.
-        dataclasses.replace(COMMUNITY, growth="nearest", refresh=5, refine_steps=0),
+        dataclasses.replace(COMMUNITY, growth="nearest", refresh=5),
         dataclasses.replace(COMMUNITY, levels=2, target_tokens=2, min_mean_tokens=2, growth_tokens=1),
         dataclasses.replace(COMMUNITY, levels="auto", target_tokens=2, min_mean_tokens=2, growth_tokens=1),
         ClusterRetrieval(tokens_per_cluster=8, steps=2),
