@@ -99,7 +99,9 @@ class RegionStore:
 
     def average_last(self, key: Tensor, value: Tensor | None, weight: "float | Tensor") -> None:
         """Moves the means of the last column towards `[B, U, D]` vectors by `weight`."""
-        means = [(self._last_vector, key)] if value is None else [(self._last_vector, key), (self.values[:, :, -1], value)]
+        means = (
+            [(self._last_vector, key)] if value is None else [(self._last_vector, key), (self.values[:, :, -1], value)]
+        )
         for mean, new in means:
             mean.copy_(torch.lerp(mean.float(), new, weight))
 

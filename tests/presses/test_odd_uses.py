@@ -268,7 +268,9 @@ def test_attention_weights_are_refused(llama, random_tokens):
             llama(ids, output_attentions=True)
 
 
-@pytest.mark.parametrize("allocator", [SegmentQuota(window_tokens=16, window_step=4), SegmentQuota(window_tokens=8, window_step=1)])
+@pytest.mark.parametrize(
+    "allocator", [SegmentQuota(window_tokens=16, window_step=4), SegmentQuota(window_tokens=8, window_step=1)]
+)
 def test_position_ids_that_the_caller_counts_up_in_place(llama, random_tokens, allocator):
     """Layers hold on to the positions of a forward; what the caller does to its tensor later is not theirs."""
     ids, kept = random_tokens(1, 60), []

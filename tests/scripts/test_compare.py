@@ -63,7 +63,13 @@ def test_what_cannot_be_compared_is_one_message(script, tmp_path):
 
 @pytest.mark.parametrize(
     "size, difference, written",
-    [(0.5, -1e-6, "+0.0000"), (0.5, 1e-6, "+0.0000"), (0.5, -2e-4, "-0.0002"), (5e6, -0.3, "+0"), (5e6, -1234.4, "-1,234")],
+    [
+        (0.5, -1e-6, "+0.0000"),
+        (0.5, 1e-6, "+0.0000"),
+        (0.5, -2e-4, "-0.0002"),
+        (5e6, -0.3, "+0"),
+        (5e6, -1234.4, "-1,234"),
+    ],
 )
 def test_a_difference_that_rounds_to_nothing_has_no_minus(size, difference, written):
     spec = importlib.util.spec_from_file_location("kvstitch_script_compare", COMPARE)
