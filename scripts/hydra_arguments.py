@@ -21,10 +21,25 @@ def prepare(arguments: Sequence[str], configs: Path) -> list[str]:
         configs: folder of the configuration.
 
     Raises:
-        RunError: a glob matches nothing.
+        RunError: a glob matches nothing, or the folder of a sweep is swept over.
     """
     arguments = allow_any_option(expand_globs(arguments, configs), configs)
-    return leave_values_to_jobs(arguments, configs) if {"-m", "--multirun"} & set(arguments) else arguments
+    if not {"-m", "--multirun"} & set(arguments):
+        return arguments
+    require_one_folder(arguments)
+    return leave_values_to_jobs(arguments, configs)
+
+
+def require_one_folder(arguments: Sequence[str]) -> None:
+    """Raises:
+    RunError: jobs would leave their states in several folders, and the sweep as a whole would not find them.
+    """
+    for text in arguments:
+        if text.startswith("output_dir=") and OverridesParser.create().parse_overrides([text])[0].is_sweep_override():
+            raise RunError(
+                f"output_dir is where a sweep as a whole is written, and cannot be swept over: got {text}; give the command once "
+                "for each folder"
+            )
 
 
 def allow_any_option(arguments: Sequence[str], configs: Path) -> list[str]:

@@ -121,6 +121,12 @@ def test_a_bug_in_one_job_is_told_with_its_traceback(script, arguments, monkeypa
     assert not (failed / "error.txt").exists()
 
 
+def test_the_folder_of_a_sweep_is_one(script, arguments):
+    outcome = script("run", *arguments, "budget=40", "output_dir=one,other")
+    assert outcome.status == 1 and "cannot be swept over: got output_dir=one,other" in outcome.err
+    assert not Path("one").exists() and not Path("runs").exists()
+
+
 def test_on_error_has_two_values(script, arguments):
     outcome = script("run", *arguments[1:], "budget=40", "on_error=stp")
     assert (
