@@ -89,6 +89,12 @@ def make_model():
 
 
 @pytest.fixture
+def model_shape():
+    """Arguments of a configuration that all tiny models have."""
+    return dict(_SHAPE)
+
+
+@pytest.fixture
 def random_tokens():
     """`random_tokens(batch, length, seed=0)` -> int64 `[batch, length]`, no padding."""
 

@@ -8,28 +8,15 @@ from kvstitch.presses import EvictionPress
 from kvstitch.presses.calibration import collect_query_statistics
 from kvstitch.scorers import TriAttention, TriAttentionStatistics
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
+
+def llama_with(shape, **changes):
+    return LlamaForCausalLM(LlamaConfig(**(shape | {"head_dim": 16} | changes))).eval()
 
 
-def llama_with(**changes):
-    return LlamaForCausalLM(LlamaConfig(**(SHAPE | {"head_dim": 16} | changes))).eval()
-
-
-def half_turned(head_dim):
+def half_turned(shape, head_dim):
     """A model whose RoPE turns half of each head, at the frequencies of a whole head of half the size."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return Phi3ForCausalLM(Phi3Config(**SHAPE | {"hidden_size": 4 * head_dim}, rope_parameters=rope)).eval()
+    return Phi3ForCausalLM(Phi3Config(**shape | {"hidden_size": 4 * head_dim}, rope_parameters=rope)).eval()
 
 
 @pytest.fixture
@@ -52,25 +39,34 @@ def press_with(shaped_topk):
 
 OTHERS = {
     # The first eight frequencies are the model's, and the other planes stand still: the width alone tells them apart.
-    "wider": (lambda: half_turned(32), "hold 16 planes a head, for heads of 32 dims; the model's heads have 16 dims"),
+    "wider": (
+        lambda shape: half_turned(shape, 32),
+        "hold 16 planes a head, for heads of 32 dims; the model's heads have 16 dims",
+    ),
     "narrower": (
-        lambda: llama_with(head_dim=8),
+        lambda shape: llama_with(shape, head_dim=8),
         "hold 4 planes a head, for heads of 8 dims; the model's heads have 16",
     ),
-    "fewer_turned": (lambda: half_turned(16), "have 4 of 8 planes that RoPE turns, the model 8 of 8"),
-    "layers": (lambda: llama_with(num_hidden_layers=3), "cover 3 layers of 4 query heads, the model has 4 layers"),
-    "query_heads": (lambda: llama_with(num_attention_heads=8), "of 8 query heads, the model has 4 layers of 4 query"),
+    "fewer_turned": (lambda shape: half_turned(shape, 16), "have 4 of 8 planes that RoPE turns, the model 8 of 8"),
+    "layers": (
+        lambda shape: llama_with(shape, num_hidden_layers=3),
+        "cover 3 layers of 4 query heads, the model has 4 layers",
+    ),
+    "query_heads": (
+        lambda shape: llama_with(shape, num_attention_heads=8),
+        "of 8 query heads, the model has 4 layers of 4 query",
+    ),
     "frequencies": (
-        lambda: llama_with(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
+        lambda shape: llama_with(shape, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
         "were taken at other RoPE frequencies than the model's",
     ),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_files_of_another_model(llama, calibrated, press_with, name):
+def test_files_of_another_model(llama, calibrated, press_with, name, model_shape):
     build, message = OTHERS[name]
-    path = calibrated(build())
+    path = calibrated(build(model_shape))
     forwards = []
     llama.register_forward_pre_hook(lambda *_: forwards.append(1))
     with pytest.raises(ValueError, match=f"statistics={path} of 'some/model' .*{message}.*; calibrate this model with"):
@@ -79,11 +75,11 @@ def test_files_of_another_model(llama, calibrated, press_with, name):
     assert not forwards
 
 
-def test_a_whole_head_is_no_part_of_a_larger_one(calibrated, press_with):
+def test_a_whole_head_is_no_part_of_a_larger_one(calibrated, press_with, model_shape):
     """The other way round: the file knows the planes that turn, and nothing of the others."""
-    path = calibrated(llama_with())
+    path = calibrated(llama_with(model_shape))
     with pytest.raises(ValueError, match="hold 8 planes a head, for heads of 16 dims; the model's heads have 32 dims"):
-        press_with(path)(half_turned(32))
+        press_with(path)(half_turned(model_shape, 32))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
