@@ -9,7 +9,6 @@ from transformers import Cache
 
 from kvstitch.presses import ReadEvent, RetrievalRun
 
-_INDEX_ITEM_BYTES = 4
 # Heads that matter are often those in which a method is worst.
 WORST_SHARE = 0.1
 METRICS = (
@@ -43,6 +42,7 @@ class ReadMeter:
             "slots": distinct_slots(event.positions, event.num_kv_heads).double().mean(),
             "keys": torch.as_tensor(event.key_rows).double().mean() * per_head,
             "index": torch.as_tensor(event.index_rows).double(),
+            "index_bytes": torch.as_tensor(event.index_bytes).double(),
         }
         if event.mass is not None:
             new["mass"] = event.mass.double().mean(dim=0)
@@ -70,8 +70,8 @@ class ReadMeter:
         for layer, index in zip(means, self._sums):
             keys, values = cache.layers[index].keys, cache.layers[index].values
             key_bytes, value_bytes = (x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
-            row_bytes = keys.shape[1] * keys.shape[3] * _INDEX_ITEM_BYTES
-            read += layer["slots"] * (key_bytes + value_bytes) + layer["keys"] * key_bytes + layer["index"] * row_bytes
+            read += layer["slots"] * (key_bytes + value_bytes) + layer["keys"] * key_bytes
+            read += layer["index_bytes"] * keys.shape[1]
             dense += keys.shape[2] * (key_bytes + value_bytes)
         metrics |= {"read_bytes": float(read), "dense_read_bytes": float(dense)}
         if all("mass" in layer for layer in means):

@@ -69,7 +69,8 @@ class ReadEvent:
         seen_tokens: logical length of the cache, the current token included.
         num_kv_heads: H.
         positions: `[B, S, M]` logical positions that were attended to, -1 for none; S kv heads or query heads.
-        index_rows: vectors per kv head that were read to choose.
+        index_rows: vectors per kv head that were read to choose or stood in.
+        index_bytes: of those.
         key_rows: keys per selection that were read to choose; a number, or `[B, S]`.
         mass: `[B, Q]` share of the attention that the same query would pay to all slots that falls on those read, or
             None if the press does not measure it.
@@ -80,5 +81,6 @@ class ReadEvent:
     num_kv_heads: int
     positions: Tensor
     index_rows: int
+    index_bytes: int
     key_rows: int | Tensor
     mass: Tensor | None = None

@@ -271,4 +271,5 @@ def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | Non
     heads = layer.positions.shape[1]
     by_selection = layer.positions.repeat_interleave(reads.slots.shape[1] // heads, dim=1)
     positions = by_selection.gather(-1, reads.slots.clamp(min=0)).masked_fill(reads.slots < 0, -1)
-    return ReadEvent(index, layer.seen_tokens, heads, positions, reads.index_rows, reads.key_rows, mass)
+    index_reads = reads.index_rows, reads.index_bytes
+    return ReadEvent(index, layer.seen_tokens, heads, positions, *index_reads, reads.key_rows, mass)

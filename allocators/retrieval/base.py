@@ -111,7 +111,8 @@ class Reads:
             overwritten at the next step.
         complete: True if no entry is -1, so that attention needs no mask.
         rest: what stands in for the rest of the cache, or None.
-        index_rows: vectors of D numbers per kv head that were read to choose: centroids, bounds.
+        index_rows: vectors of D numbers per kv head that were read to choose or stood in: centroids, bounds, mean values.
+        index_bytes: of those vectors, in the dtypes that they are held in.
         key_rows: keys per selection that were read to choose; a number, or `[B, S]`.
     """
 
@@ -119,6 +120,7 @@ class Reads:
     complete: bool
     rest: Rest | None = None
     index_rows: int = 0
+    index_bytes: int = 0
     key_rows: int | Tensor = 0
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstitch.allocators.options import check_choices
 from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, RetrievingAllocator
-from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
+from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer, empty_first
 from kvstitch.allocators.retrieval.scoring import SELECTIONS
 from kvstitch.views import LayerView
 
@@ -28,9 +28,7 @@ class PlainIndex(LayerIndex):
     ) -> Int64[Tensor, "B H T"] | None:
         self.parts = parts = Parts.of(view, plan)
         self._buffer = ReadBuffer(plan, parts, view.keys.shape[1] * self._units_per_head)
-        old = torch.arange(view.positions.shape[-1], device=view.positions.device) < parts.boundary
-        in_front = (view.valid | ~old).to(torch.int8)
-        return None if parts.empty_in_front else in_front.sort(dim=-1, stable=True).indices
+        return empty_first(view, parts)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._buffer is not None:

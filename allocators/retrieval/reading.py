@@ -62,6 +62,14 @@ class Parts:
         return tuple(self.body[:, 0].sum(dim=-1).tolist())
 
 
+def empty_first(view: LayerView, parts: Parts) -> Int64[Tensor, "B H T"] | None:
+    """The order that puts empty slots before the window in front and moves nothing else; None if they stand there."""
+    if parts.empty_in_front:
+        return None
+    old = torch.arange(view.positions.shape[-1], device=view.positions.device) < parts.boundary
+    return (view.valid | ~old).to(torch.int8).sort(dim=-1, stable=True).indices
+
+
 class ReadBuffer:
     """Puts the slots of each step into one tensor that is made once.
 

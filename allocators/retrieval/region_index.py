@@ -15,7 +15,7 @@ from kvstitch.allocators.retrieval.growth import Growth
 from kvstitch.allocators.retrieval.layout import Layout, lay_out
 from kvstitch.allocators.retrieval.members import TailMembers
 from kvstitch.allocators.retrieval.parents import joined, sorted_by_parent
-from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer
+from kvstitch.allocators.retrieval.reading import Parts, ReadBuffer, empty_first
 from kvstitch.allocators.retrieval.rows import gather_known_rows
 from kvstitch.allocators.retrieval.scoring import Ratings, combined, query_rows, rate_regions
 from kvstitch.allocators.retrieval.store import RegionStore, bounds_of, centroids
@@ -122,11 +122,13 @@ class RegionIndex(LayerIndex):
         layout = lay_out(labels, positions, sinks, body, parts.boundary, ranks)
         self.store = self._represent(view, layout, body, by_row=bool(parents))
         permuted = self.permutes and units == heads
-        self._order = None if permuted else layout.order.int()
+        order = layout.order if permuted else empty_first(view, parts)
+        moved = None if order is None else per_unit(order, units)
+        self._order = None if permuted else _new_places(layout.order, moved).int()
         # Ranges tell the regions of their slots; members elsewhere need labels, and so does a pick among a shortlist.
         self.labels = None
         if self.growth.joins_built or (self.options.replacement and self.options.shortlist > 1):
-            self.labels = (layout.labels.gather(-1, layout.order) if permuted else layout.labels).int()
+            self.labels = (layout.labels if moved is None else layout.labels.gather(-1, moved)).int()
         self.tail_start = parts.boundary
         self._widest, self._num_built = int(layout.sizes.max()), self.store.num
         self._members = TailMembers(self.store) if self.growth.joins_built else None
@@ -134,7 +136,7 @@ class RegionIndex(LayerIndex):
         self._buffer = ReadBuffer(plan, parts, selections, self.options.shortlist)
         self._tree = self._plant(parents)
         self.growth.begin(self, layout)
-        return layout.order if permuted else None
+        return order
 
     def known_labels(self, length: int) -> Int64[Tensor, "B U T"] | None:
         """The present region of each slot, -1 for those that have none yet; None before the first build."""
@@ -208,13 +210,14 @@ class RegionIndex(LayerIndex):
             key_rows = self._cut_exactly(step, slots, best, counts, ends)
         chosen, complete = self._buffer.fill(slots, step, None if columns is None else ends[..., -1:])
         if not options.replacement:
-            return Reads(chosen, complete, None, self._index_rows(step), key_rows)
+            return Reads(chosen, complete, None, self._index_rows(step), self._index_bytes(step, 0), key_rows)
         left = self._left_of_shortlist(chosen, best) if options.shortlist > 1 else _left(counts, ends, self._limit)
         few = slice(0, options.replacement)
         rest = self._rest(best[..., few], top[..., few], left[..., few], rated.scores)
         # Selections that share a head each have their own.
         stand_ins = rest.values.shape[2] * (rest.values.shape[1] // step.keys.shape[1])
-        return Reads(chosen, complete, rest, self._index_rows(step) + stand_ins, key_rows)
+        rows, num_bytes = self._index_rows(step) + stand_ins, self._index_bytes(step, stand_ins)
+        return Reads(chosen, complete, rest, rows, num_bytes, key_rows)
 
     def _rate(self, step: DecodeStep) -> tuple[Ratings, Int64[Tensor, "B S X"] | None]:
         """Ratings of all regions, or of those that a tree proposes, and their columns."""
@@ -245,6 +248,11 @@ class RegionIndex(LayerIndex):
             selections = step.query.shape[1] if self.options.select == "query_head" else units
             rows = self._tree.num_rows(self.store) * (selections // heads)
         return rows * (2 if self.options.bounds else 1)
+
+    def _index_bytes(self, step: DecodeStep, stand_ins: int) -> int:
+        """Of the vectors that `_index_rows` counts, and of the mean values of those that stand in."""
+        vectors = self._index_rows(step) * step.keys.shape[-1] * self.store.vectors.element_size()
+        return vectors + stand_ins * step.values.shape[-1] * step.values.element_size()
 
     def update(self, step: DecodeStep, weights: Float32[Tensor, "B U K"], slots: Int[Tensor, "B U K"]) -> None:
         self.growth.update(self, step, weights, slots)
@@ -372,6 +380,14 @@ class RegionIndex(LayerIndex):
 def _left(counts: Tensor, ends: Tensor, limit: "Tensor | int") -> Tensor:
     """Members of each region that are not read, if regions are read one after another up to `limit`."""
     return (ends - limit).clamp_(min=0).minimum(counts)
+
+
+def _new_places(slots: Int64[Tensor, "B U T"], order: Int64[Tensor, "B U T"] | None) -> Int64[Tensor, "B U T"]:
+    """Where the given slots are once the storage has been put in `order`."""
+    if order is None:
+        return slots
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, place).gather(-1, slots)
 
 
 def per_unit(x: Tensor, units: int) -> Tensor:

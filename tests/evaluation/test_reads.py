@@ -16,8 +16,8 @@ class FakeCache:
         self.layers = [Layer(length) for length in lengths]
 
 
-def event(layer, positions, index_rows=0, key_rows=0, mass=None):
-    return ReadEvent(layer, 9, 2, torch.tensor([positions]), index_rows, key_rows, mass)
+def event(layer, positions, index_rows=0, index_bytes=0, key_rows=0, mass=None):
+    return ReadEvent(layer, 9, 2, torch.tensor([positions]), index_rows, index_bytes, key_rows, mass)
 
 
 def test_positions_that_heads_share_count_once():
@@ -30,14 +30,14 @@ def test_sums_by_hand():
     """Two layers, two steps in the first: slots 2 and 3 a head, keys as numbers and as tensors."""
     seen = []
     meter = ReadMeter(seen.append)
-    meter(event(0, [[0, 1], [2, 3]], index_rows=10, key_rows=4))
-    meter(event(0, [[0, 1, 2], [2, 3, 4]], index_rows=10, key_rows=torch.tensor([[2, 6]])))
+    meter(event(0, [[0, 1], [2, 3]], index_rows=10, index_bytes=70, key_rows=4))
+    meter(event(0, [[0, 1, 2], [2, 3, 4]], index_rows=10, index_bytes=90, key_rows=torch.tensor([[2, 6]])))
     meter(event(1, [[0], [2]], index_rows=0, key_rows=0))
     metrics = meter.metrics(FakeCache(100, 50))
     assert len(seen) == 3 and set(metrics) == set(METRICS)
     assert metrics["read_slots"] == (2.5 + 1) / 2 and metrics["read_keys"] == 2 and metrics["read_index_rows"] == 5
     row = 2 * 4 * 4
-    first, second = 2.5 * 2 * row + 4 * row + 10 * row, 1 * 2 * row
+    first, second = 2.5 * 2 * row + 4 * row + 80 * 2, 1 * 2 * row
     assert metrics["read_bytes"] == first + second
     assert metrics["dense_read_bytes"] == 2 * row * 150
     assert metrics["mass_recall"] is None

@@ -150,6 +150,8 @@ def test_what_is_read_to_choose_is_charged(make_layer, chunk_growth, read_plan, 
     units, selections = index.store.vectors.shape[1] // 2, reads.rest.values.shape[1] // 2
     assert (units, selections) == (3 if per_head else 1, 3 if per_head or select == "query_head" else 1)
     assert reads.index_rows == index.store.num * units + 4 * selections
+    dim = layer.view().keys.shape[-1]
+    assert reads.index_bytes == reads.index_rows * dim * layer.view().keys.element_size()
 
 
 @pytest.mark.parametrize("shortlist", [1.0, 1.5])
