@@ -55,8 +55,8 @@ class SegmentQuota(MassSegments):
     """
 
     segment_mass: float | int = 0.1  # paper
-    min_segment_tokens: int = 16  # paper
-    max_segment_tokens: int = 256  # paper
+    min_segment_tokens: int = 8  # half of the paper's; with the next, a floor for every 8 to 16 slots of old text
+    max_segment_tokens: int = 16  # the paper's 256 leave the far past a floor or two
     min_keep_tokens: int = 1  # paper
     window_tokens: int = 128  # paper
     window_step: int = 8  # as good as every query of the window, at an eighth of the work and a quarter of the memory
@@ -90,7 +90,14 @@ class SegmentQuota(MassSegments):
     @classmethod
     def paper(cls, **overrides: object) -> "SegmentQuota":
         """The paper's values. Where it is silent: padding per head, 32 recent slots, protected slots counted."""
-        stated = {"window_step": 1, "mass_pad": "head_max", "pool_edges": "zero", "sink_mass": "include"}
+        stated = {
+            "min_segment_tokens": 16,
+            "max_segment_tokens": 256,
+            "window_step": 1,
+            "mass_pad": "head_max",
+            "pool_edges": "zero",
+            "sink_mass": "include",
+        }
         return cls(**(stated | overrides))
 
     @classmethod
