@@ -77,6 +77,12 @@ class QualityBenchmark:
             raise ValueError(
                 f"budgets must be below lengths, or everything is read: got {max(self.budgets)} and {min(self.lengths)}"
             )
+        for name, method in self.methods.items():
+            if method is not None and not isinstance(method, RetrievingAllocator):
+                raise TypeError(
+                    f"methods.{name} must be an allocator that retrieves, as {{_target_: "
+                    f"kvstitch.allocators.retrieval.PageRetrieval}} makes one, or null, got {method!r}"
+                )
         names = [_short(text) for text in self.texts]
         if len(set(names)) < len(names):
             raise ValueError(f"texts must differ in their names, got {', '.join(names)}")
