@@ -50,6 +50,9 @@ def summary(
     `bound_samples` are those in which something was evicted or, by retrieval, left unread, and `budget_bound` is False if
     there is none; both None without a press. `skipped_records` are those of the task's file that were malformed and left
     out; every shard of an evaluation names all of them. Where a task asks nothing there is `perplexity`, too.
+
+    `seeds` has one, that of the run, so that `spread_over_seeds` is None: runs that differ in the seed alone are joined by
+    the report and at the end of a sweep, in `summary.json`.
     """
     measured = [record["metrics"] for record in records if "error" not in record]
     names = list(dict.fromkeys(name for metrics in measured for name in metrics))
@@ -59,6 +62,8 @@ def summary(
         means |= {name.replace("nll", "perplexity"): perplexity(means[name]) for name in _NLL if name in means}
     return {
         "run": dict(labels),
+        "seeds": [labels["seed"]] if "seed" in labels else [],
+        "spread_over_seeds": None,
         "num_samples": len(records),
         "failed_samples": {record["id"]: record["error"] for record in records if "error" in record},
         "skipped_records": list(skipped_records),

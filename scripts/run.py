@@ -130,7 +130,8 @@ def one_of_sweep(config: DictConfig) -> None:
         _require_measured(run(job), job.folder)
         job.folder.clear_error()
         sweep.write(number, state, str(job.folder))
-    except Exception as error:
+    # Also who calls sys.exit somewhere below: that would end the sweep, and its other jobs with it.
+    except (Exception, SystemExit) as error:
         reason = explain(error, CONFIGS, list(hydra_config.overrides.task)) or f"{type(error).__name__}: {error}"
         print(f"job {number} failed: {reason}", file=sys.stderr)
         folder = None if job is None else str(job.folder)

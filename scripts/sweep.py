@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstitch.evaluation.records import METRICS, RunError, RunFolder, write_text
+from kvstitch.evaluation.records import ERROR, METRICS, RunError, RunFolder, write_text
 
-DONE, READ, FAILED, RUNNING, NOT_RUN = "done", "read from before", "failed", "running", "not run"
+DONE, READ, FAILED, RUNNING, NOT_RUN, LOST = "done", "read from before", "failed", "running", "not run", "lost"
 ON_ERROR = ("continue", "stop")
+# Why a job may have told no end.
+ENDED, INTERRUPTED = "its process ended without a word; killed, or out of memory", "interrupted while at work"
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,27 @@ class SweepFolder:
             return {"state": NOT_RUN, "folder": None, "reason": None}
         return json.loads(file.read_text(encoding="utf-8"))
 
+    def has_told(self, number: int) -> bool:
+        """Whether job `number` wrote anything: it was begun, or left out on purpose."""
+        return self._file(number).exists()
+
+    def lose(self, number: int, reason: str) -> None:
+        """Note for job `number`, which cannot any more, that its process died; in its run folder, too, if that is known.
+
+        Raises:
+            RunError: the disk is full or read-only.
+        """
+        folder = self.read(number)["folder"]
+        self.write(number, LOST, folder, reason)
+        if folder is not None:
+            RunFolder(Path(folder)).write_error(
+                f"{reason}\n\nThere is no traceback: the process had no time for one. The same command tries this job again."
+                "\n"
+            )
+
     def any_failed(self) -> bool:
-        """Whether a job of the sweep has failed so far."""
-        return any(json.loads(file.read_text())["state"] == FAILED for file in self.path.glob("job-*.json"))
+        """Whether a job of the sweep has failed, or died, so far."""
+        return any(json.loads(file.read_text())["state"] in (FAILED, LOST) for file in self.path.glob("job-*.json"))
 
     def _file(self, number: int) -> Path:
         return self.path / f"job-{number:05d}.json"
@@ -67,13 +87,19 @@ class Job:
         return self.state in (DONE, READ)
 
 
-def read_jobs(sweep: SweepFolder, overrides: Sequence[Sequence[str]]) -> list[Job]:
-    """The jobs of a sweep that is over."""
+def read_jobs(sweep: SweepFolder, overrides: Sequence[Sequence[str]], unfinished: str = ENDED) -> list[Job]:
+    """The jobs of a sweep that is over.
+
+    Args:
+        sweep: its folder.
+        overrides: of each job.
+        unfinished: why there may be jobs that were begun and told no end.
+    """
     jobs = []
     for number, asked in enumerate(overrides):
         found = sweep.read(number)
         if found["state"] == RUNNING:
-            found |= {"state": "lost", "reason": "its process ended without a word; killed, or out of memory"}
+            found |= {"state": LOST, "reason": unfinished}
         jobs.append(Job(tuple(asked), **found))
     return jobs
 
@@ -94,7 +120,7 @@ def print_jobs(jobs: Sequence[Job], console: Console) -> None:
     for number, job in enumerate(jobs):
         if job.reason:
             console.print(f"{number} {job.state}: {job.reason}", markup=False, highlight=False)
-            if job.folder is not None and job.state == FAILED:
+            if job.folder is not None and (Path(job.folder) / ERROR).exists():
                 console.print(f"  more in {job.folder}/error.txt", markup=False, highlight=False)
 
 

@@ -53,8 +53,8 @@ def _charts(section: Section, metric: str, title: str, unit: float = 1, percent:
             shown,
             percent,
             None if dense is None else ("dense", dense.mean / unit),
-            # Neither a divergence nor a size is below nothing, however wide its error bar.
-            (0, 1 if percent else math.inf),
+            # Neither a divergence nor a size is below nothing, however wide its error bar; a difference can be.
+            (-math.inf if metric == "nll_difference" else 0, 1 if percent else math.inf),
         )
         drawn.append(chart.draw())
     return drawn

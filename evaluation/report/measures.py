@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from kvstitch.evaluation.metric_titles import Metric, known
 
 # Methods are ranked by these; each has a table and a chart.
-QUALITY = known("accuracy", "pass_at_k", "kl", "top1_agreement", "nll", "perplexity", "mass_recall")
-_LESS_IS_BETTER = frozenset({"kl", "nll", "perplexity"})
+QUALITY = known("accuracy", "pass_at_k", "kl", "top1_agreement", "nll", "nll_difference", "perplexity", "mass_recall")
+_LESS_IS_BETTER = frozenset({"kl", "nll", "nll_difference", "perplexity"})
 # These stand in tables of their own, unranked.
 CACHE = known(
     "mass_recall_worst",
@@ -33,7 +33,16 @@ MEMORY = known(
     "peak_process_bytes",
     "peak_device_bytes",
 )
-SPEED = known("prefill_seconds", "decode_tokens_per_second", "events", "event_time_share")
+SPEED = known("prefill_seconds", "decode_tokens_per_second")
+TIME = known(
+    "events",
+    "event_seconds",
+    "event_time_share",
+    "observe_seconds",
+    "index_seconds",
+    "exposed_seconds",
+    "background_seconds",
+)
 
 
 def best_mean(metric: Metric, means: Iterable[float]) -> float:

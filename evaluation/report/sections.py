@@ -18,6 +18,8 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 # The press repeats what stands elsewhere in the configuration.
 _REPEATED = ("press.scorer.", "press.allocator.", "press.budget", "press.interval", "press._target_")
 _SEEDS = ("seed", "task.seed")
+# What the dense model never sees.
+_OF_PRESSES = ("budget", "decode_tokens", "press", "scorer", "allocator")
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,12 @@ class Section:
         samples = "sample" if counts == [1] else "samples"
         return f"{many} {samples} an entry; seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}."
 
+    @property
+    def dense_reused(self) -> tuple[int, int]:
+        """Samples whose dense side was read from the record of an earlier run, and all of which it is known."""
+        found = [value for entry in self.entries if (value := entry.value("dense_reused")) is not None]
+        return round(sum(value.mean * value.n for value in found)), sum(value.n for value in found)
+
     def dense(self, metric: str) -> Value | None:
         """A metric of the dense model on the same samples: its own run's, or that of the entry with most samples."""
         found = [value for entry in self.entries if (value := entry.value(f"dense_{metric}")) is not None]
@@ -168,9 +176,9 @@ def _place(run: Run) -> dict[str, Any]:
 def _entries(runs: Sequence[Run]) -> tuple[Entry, ...]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[config_hash({key: value for key, value in flat(run.config).items() if key not in _SEEDS})].append(run)
+        groups[config_hash({key: value for key, value in _seen(run).items() if key not in _SEEDS})].append(run)
     by_label: dict[str, list[tuple[Run, ...]]] = defaultdict(list)
-    for group in groups.values():
+    for group in map(_once_a_seed, groups.values()):
         by_label[method_label(group[0].labels)].append(tuple(sorted(group, key=lambda run: run.config["seed"])))
     entries = []
     for label, members in by_label.items():
@@ -181,6 +189,29 @@ def _entries(runs: Sequence[Run]) -> tuple[Entry, ...]:
     return tuple(
         sorted(entries, key=lambda entry: (entry.budget_value is not None, entry.method, entry.budget_value or 0))
     )
+
+
+def _seen(run: Run) -> dict[str, Any]:
+    """The leaves of a run's configuration that its samples depend on."""
+    if run.labels["press"] != "dense":
+        return flat(run.config)
+    return flat({key: value for key, value in run.config.items() if key not in _OF_PRESSES})
+
+
+def _once_a_seed(group: Sequence[Run]) -> list[Run]:
+    """Of runs of the dense model that a grid over budgets repeated the best one: with the fewest failures, then with the most
+    seconds of its own."""
+    best: dict[str, Run] = {}
+    for run in group:
+        key = config_hash({name: value for name, value in flat(run.config).items() if name in _SEEDS})
+        if key not in best or _faults(run) < _faults(best[key]):
+            best[key] = run
+    return list(best.values())
+
+
+def _faults(run: Run) -> tuple[int, float]:
+    reused = run.summary["metrics"].get("dense_reused", {}).get("mean")
+    return len(run.summary["failed_samples"]), reused or 0.0
 
 
 def method_label(labels: Mapping[str, Any]) -> str:
@@ -194,7 +225,7 @@ def _method_leaves(run: Run) -> dict[str, Any]:
     """What may set two runs with the same label apart, budgets and seeds aside."""
     return {
         key: value
-        for key, value in flat(run.config).items()
+        for key, value in _seen(run).items()
         if key not in (*_SEEDS, "budget") and not key.startswith(_REPEATED)
     }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvstitch.evaluation.metric_titles import SHARED_PEAKS, Metric
 from kvstitch.evaluation.paper_tables import PaperTable, written
-from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, best_mean
+from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, TIME, best_mean
 from kvstitch.evaluation.report.published import Published, published
 from kvstitch.evaluation.report.sections import Entry, Section, Value
 from kvstitch.evaluation.table import ROOM_FOR_GROWTH, bound_in, only_room_is_larger
@@ -53,14 +53,24 @@ def published_sheets(section: Section, papers: Sequence[PaperTable]) -> list[She
 
 
 def other_sheets(section: Section) -> list[Sheet]:
-    """What caches and answers were like, then memory and speed; a row an entry."""
+    """What caches and answers were like, then memory, speed and what took time; a row an entry."""
     in_replay = any(entry.runs[0].labels["mode"] == "replay" for entry in section.entries)
     # How long answers of a replay are tells nothing: they are a few tokens by design.
     listed = [("Caches", "means over the samples", CACHE)]
     listed += [] if in_replay else [("Answers as texts", "means over the samples", TEXT)]
     listed += [("Memory, as measured", f"means over the samples{_room(section)}", MEMORY)]
-    listed += [("Speed, as measured", "means over the samples", SPEED)]
+    listed += [("Speed, as measured", f"means over the samples{_reused(section)}", SPEED)]
+    listed += [("Time of events and indices, as measured", "means over the samples", TIME)]
     return [sheet for caption, note, columns in listed if (sheet := list_sheet(section, caption, note, columns))]
+
+
+def _reused(section: Section) -> str:
+    """That the dense model's seconds are those of another run, where they are."""
+    reused, known = section.dense_reused
+    if not reused:
+        return ""
+    samples = "all samples" if reused == known else f"{reused} of {known} samples"
+    return f"; in {samples} of these rows the dense model was read from an earlier run, with the seconds it took then (reuse_dense)"
 
 
 def _room(section: Section) -> str:
@@ -137,7 +147,8 @@ def cell(measure: Metric, value: Value | None) -> str:
     """`55.0 % ± 3.1 %`, the standard error behind the mean."""
     if value is None:
         return "–"
-    return measure.write(value.mean) + (f" ± {measure.write(value.error)}" if value.error else "")
+    # A spread has no sign, whatever its mean has.
+    return measure.write(value.mean) + (f" ± {measure.write(value.error).lstrip('+')}" if value.error else "")
 
 
 def list_sheet(section: Section, caption: str, note: str, columns: Sequence[Metric]) -> Sheet | None:

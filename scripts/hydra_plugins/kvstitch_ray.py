@@ -1,6 +1,7 @@
 """`hydra/launcher=ray`: the jobs of a sweep as tasks of a Ray cluster, a running one or one started on this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -9,10 +10,13 @@ from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from sweep import SweepFolder
 
 
 class RayLauncher(Launcher):
     """Submits every job at once; Ray queues them by the resources that each asks for.
+
+    A job whose process died, as often as `max_retries` says, is noted as lost; the others go on.
 
     Args:
         init: keyword arguments of `ray.init`; `address` names a running cluster, null starts one here.
@@ -40,16 +44,38 @@ class RayLauncher(Launcher):
         try:
             remote = ray.remote(**self._remote)(_run) if self._remote else ray.remote(_run)
             state = Singleton.get_state()
-            jobs = [
-                remote.remote(
-                    self._context, self._job_config(overrides, initial_job_idx + index), self._function, state
-                )
-                for index, overrides in enumerate(job_overrides)
-            ]
-            return ray.get(jobs)
+            jobs = {
+                remote.remote(self._context, self._job_config(overrides, number), self._function, state): number
+                for number, overrides in enumerate(job_overrides, start=initial_job_idx)
+            }
+            return self._collect(jobs)
         finally:
             if ours:
                 ray.shutdown()
+
+    def _collect(self, jobs: Mapping[Any, int]) -> list[JobReturn]:
+        """What became of each job, in their order, once all have come to an end.
+
+        Raises:
+            RayError: of the first that could not be run at all, such as for a package that a worker lacks.
+        """
+        import ray
+
+        sweep = SweepFolder(Path(self._config.hydra.sweep.dir))
+        waiting, returns, errors = dict(jobs), {}, []
+        while waiting:
+            # As they end: with on_error=stop the next one asks who is lost.
+            (ended,), _ = ray.wait(list(waiting))
+            number = waiting.pop(ended)
+            try:
+                returns[number] = ray.get(ended)
+            except ray.exceptions.RayTaskError as error:
+                errors.append(error)
+            except ray.exceptions.RayError as error:
+                sweep.lose(number, f"its process died ({_first_line(error)})")
+        if errors:
+            raise errors[0]
+        return [returns[number] for number in sorted(returns)]
 
     def _job_config(self, overrides: Sequence[str], number: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
@@ -57,6 +83,10 @@ class RayLauncher(Launcher):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
         return config
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _run(context: HydraContext, config: DictConfig, function: TaskFunction, state: Any) -> JobReturn:

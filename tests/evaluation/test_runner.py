@@ -166,6 +166,11 @@ def test_metrics_missing_in_some_samples_are_averaged_over_the_others():
     }
 
 
+def test_a_run_states_its_seed_and_that_it_has_no_spread_over_several():
+    made = summary([{"id": "a", "metrics": {"kl": 1.0}}], {"seed": 7})
+    assert (made["seeds"], made["spread_over_seeds"]) == ([7], None)
+
+
 def test_sessions_are_added_and_tell_how_they_ended(folder):
     with recorded_session(folder, seed=7):
         assert "ended" not in folder.read_json("run_meta.json")["sessions"][0]

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,43 @@ def test_a_sweep_over_options_is_closed_where_its_output_is(script, arguments):
     assert outcome.status == 0, outcome.err
     assert rows(outcome) == {"press=ams": "done", "press=topk": "done"}
     assert len(folders("elsewhere/deep")) == 2 and not Path("runs").exists()
+
+
+def test_the_spread_over_seeds_is_written_at_the_end(script, arguments):
+    # The dense model has no allocator to set.
+    own = [text for text in arguments if not text.startswith("allocator.")]
+    outcome = script("run", *own, "budget=40", "seed=1,2", "press=topk,dense")
+    assert outcome.status == 0, outcome.err
+    (path,) = Path("runs").glob(".sweeps/*/summary.json")
+    assert f"with spread over samples and seeds: {path}" in " ".join(outcome.out.split())
+    (section,) = json.loads(path.read_text())["sections"]
+    dense, pressed = section["entries"]
+    assert dense["seeds"] == pressed["seeds"] == [1, 2]
+    each = [json.loads((Path("runs") / folder / "metrics.json").read_text()) for folder in pressed["folders"]]
+    assert [run["seeds"] for run in each] == [[1], [2]] and [run["spread_over_seeds"] for run in each] == [None, None]
+    seconds = [run["metrics"]["prefill_seconds"]["mean"] for run in each]
+    assert pressed["metrics"]["prefill_seconds"]["std_seeds"] == pytest.approx(statistics.stdev(seconds))
+
+
+def test_dense_runs_of_a_grid_over_budgets_are_one_row(script, arguments):
+    own = [text for text in arguments if not text.startswith("allocator.")]
+    assert script("run", *own, "press=dense,topk", "budget=40,48").status == 0
+    assert len(folders()) == 4
+    outcome = script("report", "runs")
+    assert outcome.status == 0, outcome.err
+    (section,) = json.loads((Path("runs") / "report" / "summary.json").read_text())["sections"]
+    assert [(entry["method"], entry["budget"]) for entry in section["entries"]] == [
+        ("dense", ""),
+        ("topk tova global_topk", "40 tokens"),
+        ("topk tova global_topk", "48 tokens"),
+    ]
+    # One of the three others measured the dense model; the rest read what it left.
+    for text in (
+        (Path("runs") / "report" / "report.md").read_text(),
+        (Path("runs") / "report" / "report.html").read_text(),
+    ):
+        assert "of these rows the dense model was read from an earlier run" in text
+        assert "seconds an event" in text and "NLL difference" in text
 
 
 def test_a_glob_reaches_into_a_folder_of_options(script, arguments):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report import Problem, find_runs, sections_of
-from kvstitch.evaluation.report.measures import MEMORY, QUALITY, SPEED
+from kvstitch.evaluation.report.measures import MEMORY, QUALITY, SPEED, TIME
+from kvstitch.evaluation.report.page import page
 from kvstitch.evaluation.report.sheets import grid_sheet, list_sheet
 from kvstitch.evaluation.report.tables import markdown, print_sections, summary_csv, summary_json
 
@@ -80,16 +82,8 @@ def test_memory_and_speed_of_the_dense_model_stand_first(sections):
     assert memory.rows[0] == ("dense", "", "1600", "–", "–", "286.1 MiB", "–", "8") and memory.dense == {0}
     assert memory.rows[1][:4] == ("ams tova segment_quota", "64 tokens", "320", "576")
     assert memory.rows[1][4:] == ("54.9 MiB", "61.0 MiB", "28.6 MiB", "8") and len(memory.rows) == 10
-    assert speed.columns == (
-        "method",
-        "budget",
-        "prefill, s",
-        "decoded tokens/s",
-        "events a sample",
-        "time in events",
-        "n",
-    )
-    assert speed.rows[0][:3] == ("dense", "", "–") and speed.rows[1][4:] == ("3.0", "3.0 %", "8")
+    assert speed.columns == ("method", "budget", "prefill, s", "decoded tokens/s", "n")
+    assert speed.rows[0][:3] == ("dense", "", "–") and speed.rows[1][2] == "1.50"
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["its own dense side", "another entry's"])
@@ -261,3 +255,88 @@ def test_perplexity_has_no_number_beyond_all_bounds(make_run):
     (run,), _ = find_runs([make_run(asked=False, metrics={"nll": 800.0})])
     assert run.summary["metrics"]["perplexity"] == {"n": 4, "mean": None, "std": None}
     assert "perplexity" not in markdown(sections_of([run]))
+
+
+def everywhere(sections):
+    """Terminal, Markdown and HTML."""
+    output = io.StringIO()
+    print_sections(sections, Console(file=output, width=250))
+    return [output.getvalue(), markdown(sections), page(sections, [], "t")]
+
+
+def test_what_took_time_has_a_table_with_the_columns_that_anybody_has(make_run):
+    make_run(metrics={"event_seconds": 0.0125})
+    retrieval = {"index_seconds": 0.25, "exposed_seconds": 0.05, "observe_seconds": 0.5, "background_seconds": 0.75}
+    folder = make_run(press="community", allocator="community", metrics=retrieval | {"event_seconds": 0.5}).parent
+    sections = sections_of(find_runs([folder])[0])
+    time = list_sheet(sections[0], "", "", TIME)
+    titles = ("events a sample", "seconds an event", "time in events", "seconds for edges", "seconds for indices")
+    rest = ("… waiting for the background", "seconds in the background")
+    assert time.columns == ("method", "budget", *titles, *rest, "n")
+    assert [row[2:-1] for row in time.rows] == [
+        ("3.0", "0.013", "3.0 %", "–", "–", "–", "–"),
+        ("3.0", "0.500", "3.0 %", "0.50", "0.25", "0.05", "0.75"),
+    ]
+    for text in everywhere(sections):
+        assert "Time of events and indices, as measured" in text and "0.013" in text and "0.75" in text
+    alone = list_sheet(sections_of(find_runs([make_run(budget=64)])[0])[0], "", "", TIME)
+    assert alone.columns == ("method", "budget", "events a sample", "time in events", "n")
+
+
+def test_the_difference_of_nll_has_its_table_and_the_least_is_the_best(make_run):
+    # 0.02 on average; a spread has no sign.
+    make_run(metrics=lambda sample: {"nll_difference": 0.01 * int(sample[1]) + 0.005})
+    folder = make_run(press="topk", allocator="global_topk", metrics={"nll_difference": -0.01}).parent
+    sections = sections_of(find_runs([folder])[0])
+    html = everywhere(sections)[2]
+    for text in everywhere(sections):
+        assert "NLL difference" in text and "+0.0200 ± 0.0065" in text and "-0.0100" in text
+    assert '<td class="best">-0.0100 ★</td>' in html
+    (chart,) = re.findall(r'<svg [^>]*aria-label="NLL difference".*?</svg>', html, re.DOTALL)
+    # Below nothing the axis goes on.
+    assert re.search(r'text-anchor="end"[^>]*>-0\.01', chart)
+
+
+@pytest.mark.parametrize(
+    "first, second, samples",
+    [(0.0, 0.0, None), (0.0, 1.0, "in 4 of 8 samples of"), (1.0, 1.0, "in all samples of"), (None, None, None)],
+)
+def test_seconds_of_the_dense_model_from_an_earlier_run_are_named_as_such(make_run, first, second, samples):
+    known = lambda reused: {} if reused is None else {"dense_reused": reused}
+    make_run(metrics=known(first))
+    folder = make_run(budget=64, metrics=known(second)).parent
+    for text in everywhere(sections_of(find_runs([folder])[0])):
+        # A terminal breaks lines.
+        text = " ".join(text.split())
+        assert ("read from an earlier run, with the seconds it took then" in text) is (samples is not None)
+        assert samples is None or f"; {samples} these rows the dense model was read" in text
+
+
+def test_the_dense_model_stands_once_whatever_the_budget(make_run):
+    """Its run does not see budgets, scorers and allocators; its seeds do count."""
+    for budget, reused in ((64, 1.0), (128, 0.0), (256, 1.0)):
+        make_run(press="dense", scorer=None, allocator=None, budget=budget, seed=1, metrics={"dense_reused": reused})
+    make_run(press="dense", scorer=None, allocator=None, budget=64, seed=2)
+    make_run(
+        press="dense", scorer="keydiff", allocator="segment_quota", budget=64, seed=2, leaves={"segment_mass": 0.2}
+    )
+    folder = make_run(budget=64, seed=1).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    dense, pressed = section.entries
+    assert (dense.method, dense.budget) == ("dense", "") and pressed.method == "ams tova segment_quota"
+    assert [run.config["seed"] for run in dense.runs] == [1, 2]
+    # The run with seconds of its own stands for those that read them.
+    assert dense.runs[0].config["budget"] == 128 and dense.value("dense_accuracy").n == 8
+    lines = list(csv.DictReader(io.StringIO(summary_csv([section]))))
+    assert len([line for line in lines if line["method"] == "dense" and line["metric"] == "dense_accuracy"]) == 1
+    # Methods are still told apart by what they see, and the dense model by what it sees.
+    make_run(press="dense", scorer=None, allocator=None, seed=1, config={"task.depth": 2})
+    assert len(sections_of(find_runs([folder])[0])) == 2
+
+
+def test_of_dense_runs_one_whose_samples_failed_does_not_stand_for_the_others(make_run):
+    make_run(press="dense", scorer=None, allocator=None, budget=64, failed=("s0",))
+    folder = make_run(press="dense", scorer=None, allocator=None, budget=128).parent
+    (section,) = sections_of(find_runs([folder])[0])
+    (dense,) = section.entries
+    assert dense.value("dense_accuracy").n == 4
