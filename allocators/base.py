@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
@@ -43,6 +44,10 @@ class EvictingAllocator(ABC):
     def layer_keep(self, keep: Int64[Tensor, "B"], layer_idx: int, num_layers: int) -> Int64[Tensor, "B"]:
         """The layer's share of the budget, in slots per kv head; the same for every layer unless overridden."""
         return keep
+
+    def layer_keeps(self, keep: Int64[Tensor, "B"], held: Int64[Tensor, "L B"]) -> Int64[Tensor, "L B"]:
+        """Shares of all layers, given the slots that each row holds there; `layer_keep` of each unless overridden."""
+        return torch.stack([self.layer_keep(keep, rank, len(held)) for rank in range(len(held))])
 
     @abstractmethod
     def allocate(

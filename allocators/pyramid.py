@@ -20,7 +20,7 @@ class Pyramid(EvictingAllocator):
     With c slots per layer besides the protected ones, the last layer gets c / beta and the first 2 c - c / beta. The
     published rule rounds the step per layer down, so its total drifts; here mirrored layers make up for each other's
     rounding, and the layers' budgets sum exactly to the number of layers times `keep`. A layer that holds less than its
-    share keeps all of it, and what it leaves over is not given to others.
+    share keeps all of it, and what it leaves over goes to the lowest layers that hold more than theirs.
 
     Args:
         beta: how steep: 1 gives every layer the same.
@@ -62,6 +62,14 @@ class Pyramid(EvictingAllocator):
         depth = min(layer_idx, num_layers - 1 - layer_idx)
         excess = (mean - least) * (num_layers - 1 - 2 * depth) // (num_layers - 1)
         return keep + (excess if layer_idx == depth else -excess)
+
+    def layer_keeps(self, keep: Int64[Tensor, "B"], held: Int64[Tensor, "L B"]) -> Int64[Tensor, "L B"]:
+        """The layers' shares, and what some cannot use for the lowest that can; sums to the lesser of total and held."""
+        shares = super().layer_keeps(keep, held)
+        left = (shares - held).clamp(min=0).sum(dim=0)
+        shares = shares.minimum(held)
+        room = held - shares
+        return shares + (left - (room.cumsum(dim=0) - room)).clamp(min=0).minimum(room)
 
     def allocate(
         self,

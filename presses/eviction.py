@@ -137,7 +137,8 @@ class EvictionRun(Run):
             return
         request.counted_from = self.seen_tokens
         keep = self._keep(list(layers.values()))
-        left_alone = _held(list(layers.values())) <= keep
+        held = _held(list(layers.values()))
+        left_alone = held.amax(dim=0) <= keep
         if not bool(left_alone.all()):
             # Passed over and not asked again before the next event, or a row would not do in a batch what it does alone.
             left_alone = left_alone | self._waiting()
@@ -145,8 +146,8 @@ class EvictionRun(Run):
             return
         due = {}
         # By rank among the layers that share the budget: sliding-window layers have none.
-        for rank, (index, layer) in enumerate(layers.items()):
-            layer_keep = self.press.allocator.layer_keep(keep, rank, len(layers))
+        keeps = self.press.allocator.layer_keeps(keep, held)
+        for layer_keep, (index, layer) in zip(keeps, layers.items()):
             # A row that fits or waits is left alone in every layer, whatever its neighbours in the batch make due.
             layer_keep = torch.where(left_alone, layer_keep.clamp(min=layer.length), layer_keep)
             if layer.length > int(layer_keep.min()):
@@ -231,11 +232,11 @@ def _check_slots(allocator: EvictingAllocator, slots: Tensor, length: int) -> No
 
 
 def _held(layers: list[StitchLayer]) -> Tensor:
-    """`[B]` slots that each row holds in its fullest head and layer, empty ones left out; on the CPU."""
+    """`[L, B]` slots that each row holds in the fullest head of each layer, empty ones left out; on the CPU."""
     if layers[0].positions.shape[0] == 1 and not any(layer.has_empty for layer in layers):
-        return torch.tensor([max(layer.length for layer in layers)])
+        return torch.tensor([[layer.length] for layer in layers])
     counts = [(layer.positions >= 0).sum(dim=-1).amax(dim=1) for layer in layers]
-    return torch.stack(counts).amax(dim=0).cpu()
+    return torch.stack(counts).cpu()
 
 
 def _require_type(name: str, value: object, kind: type) -> None:

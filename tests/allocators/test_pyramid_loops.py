@@ -59,6 +59,34 @@ def test_an_even_number_of_layers_by_hand():
     assert shares == [39, 32, 25, 19, 12, 5]
 
 
+def test_what_a_layer_cannot_use_goes_to_the_lowest_that_can():
+    """c = 22 besides 6, beta 4, shares 45, 38, 31, 25, 18, 11: layers of 40 are 5 short, and the next has room for 2 of them."""
+    pyramid = Pyramid(beta=4, allocator=GlobalTopK(num_sinks=2, num_recent=4))
+    held = torch.tensor([40, 40, 40, 40, 40, 40])[:, None]
+    assert pyramid.layer_keeps(torch.tensor([28]), held).flatten().tolist() == [40, 40, 34, 25, 18, 11]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_total_is_exact_wherever_layers_hold_so_much(seed):
+    draw = random.Random(seed)
+    for _ in range(60):
+        layers = draw.randint(1, 12)
+        pyramid = Pyramid(beta=draw.choice([1, 2, 20]), allocator=GlobalTopK(num_sinks=2, num_recent=3))
+        keep = [draw.randint(1, 60) for _ in range(2)]
+        held = [[draw.randint(0, 90) for _ in range(2)] for _ in range(layers)]
+        keeps = pyramid.layer_keeps(torch.tensor(keep), torch.tensor(held)).tolist()
+        for row in range(2):
+            have, given = [counts[row] for counts in held], [shares[row] for shares in keeps]
+            own = [pyramid.layer_keep(torch.tensor([keep[row]]), layer, layers).item() for layer in range(layers)]
+            # Loop: each layer takes its share if it can, then the lowest take what is left.
+            expected = [min(pair) for pair in zip(own, have)]
+            left = layers * keep[row] - sum(expected)
+            for layer in range(layers):
+                more = min(left, have[layer] - expected[layer])
+                expected[layer], left = expected[layer] + more, left - more
+            assert given == expected and sum(given) == min(layers * keep[row], sum(have))
+
+
 def layer_slots(loops, allocator, scores, present, keep):
     """What one head of one layer keeps: all of it if it fits, else protected slots and the best of the others."""
     keep = min(keep, len(present))

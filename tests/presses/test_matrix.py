@@ -81,7 +81,7 @@ def test_any_scorer_with_any_allocator(tiny, left_padded, scorer, allocator):
                     assert int(kept.max()) < newest
                     if allocator not in UNEQUAL:
                         assert len(kept) == min(BUDGET, newest), "the budget is met exactly"
-        if len(event.layers) == 2 and allocator != "pyramid":
+        if len(event.layers) == 2:
             assert kept_in_all == 2 * 2 * int(lengths.clamp(max=BUDGET).sum()), "the total is exact"
     for row, single in enumerate([] if allocator in BATCH_COUPLED else rows):
         _, alone = generate(tiny, press, single, torch.ones_like(single))

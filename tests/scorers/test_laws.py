@@ -2,10 +2,13 @@
 
 from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+import kvstitch.configs
 from kvstitch.scorers import (
     RKV,
     TOVA,
@@ -20,6 +23,7 @@ from kvstitch.scorers import (
 )
 from kvstitch.views import QueryWindow
 
+CONFIGS = Path(kvstitch.configs.__file__).parent / "scorer"
 SCORERS = {
     "tova": TOVA(),
     "tova_group": TOVA(share="group"),
@@ -43,6 +47,13 @@ if find_spec("kvpress"):
     SCORERS["kvpress_snapkv"] = KVPressScorer(kvpress.SnapKVPress(window_size=4))
     SCORERS["kvpress_expected_attention"] = KVPressScorer(kvpress.ExpectedAttentionPress(), window_size=12)
 everywhere = pytest.mark.parametrize("scorer", SCORERS.values(), ids=SCORERS)
+
+
+def test_no_scorer_that_can_be_chosen_is_missing_here():
+    """A new file in configs/ must bring its scorer under these laws; kvpress's are in test_kvpress_scorer.py."""
+    chosen = {OmegaConf.load(file)["_target_"].rpartition(".")[2] for file in CONFIGS.glob("*.yaml")}
+    here = {type(scorer).__name__ for scorer in SCORERS.values()}
+    assert len(chosen) > 5 and chosen - {"KVPressScorer"} == here - {"KVPressScorer"}
 
 
 def in_order(scores, view):
