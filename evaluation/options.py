@@ -49,6 +49,25 @@ def check_least(options: Any, group: str, least: dict[str, int]) -> None:
             raise ValueError(f"{group}.{name} must be at least {low}{allowed}, got {value}")
 
 
+def check_counts(name: str, values: object, least: int = 1, may_be_empty: bool = False) -> None:
+    """Raise unless `values` is a list of whole numbers of at least `least`.
+
+    Raises:
+        TypeError: no list, or something else in it.
+        ValueError: a number below, or nothing in the list although something is needed.
+    """
+    wanted = f"{name} must be a list of whole numbers of at least {least}"
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{wanted}, got {values!r}; write {name}=[{values}] for one")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{wanted}, got {value!r} in it")
+        if value < least:
+            raise ValueError(f"{wanted}, got {value} in it")
+    if not values and not may_be_empty:
+        raise ValueError(f"{wanted}, got an empty one")
+
+
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
     """Raise `TypeError` unless `value` is a bool, int, float or str, as `kind` says; a whole number serves as a float."""
     if optional and value is None:

@@ -1,5 +1,6 @@
 """Questions about one long context, which is read and compressed once: any press, ours or kvpress's, or none."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from kvstitch.evaluation.metrics import NonFiniteLogits
 from kvstitch.evaluation.models import LoadedModel, stop_token_ids
 from kvstitch.evaluation.streams import Stream
 from kvstitch.presses import EvictionPress, RetrievalPress
+from kvstitch.presses.eviction import EvictionRun
 
 Press = Callable[[PreTrainedModel], AbstractContextManager]
 # Never part of a text, so that a chat template can be cut where the context ends.
@@ -44,7 +46,8 @@ class ContextPipeline:
         """Read the context, compress it, answer.
 
         With an `EvictionPress` the context is compressed before the questions if `compress_prompt` is set, and in any case
-        every `interval` tokens from there on. kvpress's presses compress the context; those that work while decoding are
+        every `interval` tokens from there on; one that never evicts anything although the context is longer than its budget
+        is warned about. kvpress's presses compress the context; those that work while decoding are
         refused.
 
         Args:
@@ -112,7 +115,24 @@ def _read_with_ours(
         stream = Stream(loaded.model)
         stream.prefill(context_ids)
         run.end_prefill()
+        is_over = isinstance(press, EvictionPress) and _is_over(press, run, len(context_ids))
         yield lambda ids, most: _continue(loaded, stream, press, ids, most)
+        if is_over and not run.bound and not press.compress_prompt:
+            warnings.warn(
+                f"the press evicted nothing, although the context of {len(context_ids)} tokens is longer than "
+                f"`budget`={press.budget}: no question and answer together reached `interval`={press.interval} tokens. "
+                "compress_prompt=True in the press compresses the context before the questions",
+                # Past the context manager: whoever called the pipeline.
+                stacklevel=4,
+            )
+
+
+def _is_over(press: EvictionPress, run: EvictionRun, context_tokens: int) -> bool:
+    """Whether the cache holds more than the budget, so that an event would evict something."""
+    if press.budget.bytes is not None:
+        return run.kept_bytes > press.budget.bytes
+    seen = torch.tensor([context_tokens])
+    return context_tokens > int(press.budget.slots(seen, bytes_per_slot=1, least=press.allocator.num_sinks + 1))
 
 
 def _continue(

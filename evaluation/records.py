@@ -51,10 +51,12 @@ class RunFolder:
 
     Args:
         path: the folder; made when it is first opened.
+        config: name of the file that says whose it is; another one than a run's where no report should look for a run.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, config: str = CONFIG):
         self.path = path
+        self._config = config
         self._is_held = False
 
     def __str__(self) -> str:
@@ -95,7 +97,7 @@ class RunFolder:
             lock.release()
 
     def _claim(self, config_yaml: str) -> None:
-        config = self.path / CONFIG
+        config = self.path / self._config
         if not config.exists():
             write_text(config, config_yaml)
         elif config.read_text(encoding="utf-8") != config_yaml:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstitch.evaluation.metric_titles import SHARED_PEAKS, known
+from kvstitch.evaluation.never_bound import never_bound
 
 ROWS = known(
     "accuracy",
@@ -128,7 +129,7 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
     found = []
     run, bound = summary["run"], summary.get("bound_samples")
     if summary["budget_bound"] is False:
-        found.append(Text(_never_bound(run), style="bold red"))
+        found.append(Text(never_bound(summary), style="bold red"))
     elif bound is not None and bound < (measured := summary["metrics"]["events"]["n"]):
         found.append(Text(f"The budget {bound_in(bound, measured)}.", style="yellow"))
     compared = summary["metrics"].get("compared_tokens")
@@ -162,24 +163,6 @@ def notes(summary: Mapping[str, Any]) -> list[Text]:
 def bound_in(bound: int, samples: int) -> str:
     """`bound in 3 of 8 samples; …`, said of a budget."""
     return f"bound in {bound} of {samples} samples; in the others nothing was evicted or left unread"
-
-
-def _never_bound(run: Mapping[str, Any]) -> str:
-    """Why nothing was tested, and what to do, by what kind of press it was."""
-    start = "THE BUDGET NEVER BOUND: no sample ever held more than {budget}"
-    if run["num_sinks"] is None:
-        text = (
-            f"{start} before its questions, so nothing was evicted and the press was not tested. Lower the budget or "
-        )
-        return f"{text}take longer samples.".format(**run)
-    if run["interval"] is None:
-        text = f"{start} at a decoded token, so everything was read and the press was not tested. Lower the budget or "
-        return f"{text}take longer samples.".format(**run)
-    text = f"{start} when an event was due, so nothing was evicted and the press was not tested. Lower budget or interval, "
-    text += (
-        "take longer samples, or compress the prompt, too (press.compress_prompt=true), where answers are shorter than "
-    )
-    return f"{text}an interval of {{interval}} tokens.".format(**run)
 
 
 def only_room_is_larger(mean: Callable[[str], float | None]) -> bool:

@@ -3,10 +3,13 @@
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from itertools import groupby
 
 from hydra.core.utils import JobReturn
 from sweep import RUNNING, SweepFolder
+
+from kvstitch.evaluation.records import RunError
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
 
@@ -17,7 +20,8 @@ def launch_in_rounds(
     """Launch jobs until each of them has told its state, however often the launcher gives up.
 
     Those that were at work when it gave up come again, one at a time: whoever does not survive that either is lost, and the
-    reason is written into its folder. Those that had not begun then go together again.
+    reason is written into its folder. Those that had not begun then go together again, also where a process died before any
+    job told its state, but that only once in a row.
 
     Args:
         launch: takes jobs and the number of the first; none of them is at work any more when it returns or raises.
@@ -43,24 +47,29 @@ def launch_in_rounds(
             return error
         return None
 
-    left = dict(enumerate(overrides, start=first))
+    left, is_second_try = dict(enumerate(overrides, start=first)), False
     while left:
-        errors = [attempt(jobs, number) for number, jobs in _stretches(left)]
+        errors = [error for number, jobs in _stretches(left) if (error := attempt(jobs, number)) is not None]
         suspects = [number for number in left if sweep.read(number)["state"] == RUNNING]
         if suspects:
-            _say(f"a process died while at work on {_named(suspects)}: again, one at a time")
+            _say(f"{_what_ended(errors)} while at work on {_named(suspects)}: again, one at a time")
         for number in suspects:
             error = attempt([left[number]], number)
             if sweep.read(number)["state"] == RUNNING:
-                sweep.lose(number, f"its process died, also when nothing ran beside it{_how(error)}")
+                sweep.lose(number, _reason(error))
         silent = {number: asked for number, asked in left.items() if not sweep.has_told(number)}
-        if len(silent) == len(left):
+        if len(silent) < len(left):
+            is_second_try = False
+            if silent:
+                _say(f"now what had not begun: {_named(silent)}")
+        elif not is_second_try and any(isinstance(error, BrokenExecutor) for error in errors):
+            is_second_try = True
+            _say("a process died before any job had begun: once more")
+        else:
             # No job began, so that it is the launcher which cannot.
-            for error in filter(None, errors):
+            for error in errors:
                 raise error
             break
-        if silent:
-            _say(f"now what had not begun: {_named(silent)}")
         left = silent
     return returns
 
@@ -72,6 +81,19 @@ def _stretches(jobs: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, list[Se
         yield numbers[0], [jobs[number] for number in numbers]
 
 
+def _what_ended(errors: Sequence[Exception]) -> str:
+    """A process that dies is told by a class of the launcher's library; a disk that refuses is nobody's death."""
+    refused = [error for error in errors if isinstance(error, RunError | OSError)]
+    return f"the launcher gave up ({_line(refused[0])})" if refused else "a process died"
+
+
+def _reason(error: Exception | None) -> str:
+    """Why a job is lost that was alone at work."""
+    if isinstance(error, RunError | OSError):
+        return f"the launcher gave up, also when nothing ran beside it ({_line(error)})"
+    return f"its process died, also when nothing ran beside it{_how(error)}"
+
+
 def _how(error: Exception | None) -> str:
     """How the process ended, as far as the launcher knows."""
     if error is None:
@@ -81,8 +103,11 @@ def _how(error: Exception | None) -> str:
     words = [f"exit status {code}" if kind == "EXIT" else f"signal {kind}" for kind, code in ends]
     if "signal SIGKILL" in words:
         words.append("which is what the system sends when memory runs out")
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f" ({', '.join(dict.fromkeys(words)) or lines[0]})"
+    return f" ({', '.join(dict.fromkeys(words)) or _line(error)})"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _named(numbers: Sequence[int] | Mapping[int, Sequence[str]]) -> str:

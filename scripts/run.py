@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,13 @@ from hydra_plugins.kvstitch_ray import RayLauncher
 from hydra_plugins.kvstitch_sweeper import TableSweeper
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from sweep import DONE, FAILED, NOT_RUN, ON_ERROR, READ, RUNNING, SweepFolder
+from sweep import DONE, FAILED, ON_ERROR, READ, RUNNING, SweepFolder, Untold, tell_run_folder
 
 from kvstitch.evaluation.options import check_choice, check_type
 from kvstitch.evaluation.paper_reading import read_tables
 from kvstitch.evaluation.paper_records import record_tables
 from kvstitch.evaluation.paper_tables import PaperTable
+from kvstitch.evaluation.part_names import part_names
 from kvstitch.evaluation.records import METRICS, FolderInUse, RunError, RunFolder, folder_name
 from kvstitch.evaluation.table import print_table
 
@@ -38,8 +40,8 @@ DENSE = ".dense"
 
 
 class Job(NamedTuple):
-    """One run that was asked for: its resolved configuration, the names of the chosen options, where it is written, where
-    what the dense model gave is shared with other runs, and what a paper states beside it."""
+    """One run that was asked for: its resolved configuration, the names of its parts, where it is written, where what the
+    dense model gave is shared with other runs, and what a paper states beside it."""
 
     plain: dict[str, Any]
     choices: dict[str, str]
@@ -60,7 +62,7 @@ def compose_job(config: DictConfig) -> Job:
     _require_parts(raw)
     require_keys(raw, CONFIGS)
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    choices = dict(HydraConfig.get().runtime.choices)
+    choices = part_names(HydraConfig.get().runtime.choices, plain, _config_folders())
     # Where a run is written, what follows its failure, who computed the dense side and what a paper states beside it do not
     # change what it is.
     output_dir, on_error, reuse_dense, paper = (
@@ -103,41 +105,60 @@ def single(config: DictConfig) -> None:
     try:
         metrics = run(job)
     except Exception as error:
-        if job.folder.path.exists() and explain(error, CONFIGS, sys.argv[1:]) is None:
-            job.folder.write_error(_full_story(error))
+        _keep_error(job.folder, error)
         raise
     print_table(metrics, Console())
     print(f"run folder: {job.folder}")
-    _require_measured(metrics, job.folder)
+    try:
+        _require_measured(metrics, job.folder)
+    except RunError as error:
+        _keep_error(job.folder, error)
+        raise
     job.folder.clear_error()
 
 
-def one_of_sweep(config: DictConfig) -> None:
-    """One job of a sweep, perhaps in a process of its own; how it went goes into a file, never up to the launcher."""
+def _keep_error(folder: RunFolder, error: Exception) -> None:
+    """Say in the run's folder why it did not finish, if anything stands there that the same command would go on from."""
+    if isinstance(error, FolderInUse) or not folder.path.exists():
+        return
+    reason = explain(error, CONFIGS, sys.argv[1:]) or f"{type(error).__name__}: {error}"
+    # A disk that is full must not hide what went wrong.
+    with suppress(RunError):
+        folder.write_error(f"{reason}\n\n{_full_story(error)}")
+
+
+def one_of_sweep(config: DictConfig) -> Untold | None:
+    """One job of a sweep, perhaps in a process of its own; how it went goes into a file, never up to the launcher.
+
+    Returns:
+        What the disk did not take of that, for the process that launched.
+    """
     hydra_config = HydraConfig.get()
     # Workers of a cluster start elsewhere; what is shared is the file system.
     os.chdir(hydra_config.runtime.cwd)
     sweep, number = SweepFolder(Path(hydra_config.sweep.dir)), hydra_config.job.num
     if config.on_error == "stop" and sweep.any_failed():
-        sweep.write(number, NOT_RUN)
-        return
-    sweep.write(number, RUNNING)
-    job = None
+        return sweep.leave_out(number)
+    job = folder = reason = None
     try:
+        sweep.write(number, RUNNING)
         job = compose_job(config)
-        sweep.write(number, RUNNING, str(job.folder))
+        folder = str(job.folder)
+        sweep.write(number, RUNNING, folder)
         state = READ if (job.folder.path / METRICS).exists() else DONE
         _require_measured(run(job), job.folder)
         job.folder.clear_error()
-        sweep.write(number, state, str(job.folder))
-    # Also who calls sys.exit somewhere below: that would end the sweep, and its other jobs with it.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    # Also who calls sys.exit somewhere below, or raises what is no Exception: that would end the sweep, and its other jobs
+    # with it.
+    except BaseException as error:
+        state = FAILED
         reason = explain(error, CONFIGS, list(hydra_config.overrides.task)) or f"{type(error).__name__}: {error}"
-        print(f"job {number} failed: {reason}", file=sys.stderr)
-        folder = None if job is None else str(job.folder)
-        sweep.write(number, FAILED, folder, reason)
         if job is not None and not isinstance(error, FolderInUse):
-            job.folder.write_error(f"{reason}\n\n{_full_story(error)}")
+            reason += tell_run_folder(job.folder, f"{reason}\n\n{_full_story(error)}")
+        print(f"job {number} failed: {reason}", file=sys.stderr)
+    return sweep.tell(number, state, folder, reason)
 
 
 def readable(plain: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
@@ -147,6 +168,12 @@ def readable(plain: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
         return names
     part = choices.get("scorer") or choices.get("allocator") or plain["press"].get("name", "")
     return [*names, part, str(plain["budget"])]
+
+
+def _config_folders() -> list[Path]:
+    """Where Hydra looks for options, `--config-dir` included."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [Path(source.path) for source in sources if source.schema == "file"]
 
 
 def _require_parts(plain: Mapping[str, Any]) -> None:
@@ -215,11 +242,11 @@ def main() -> int:
     statuses: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="run")
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> Untold | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            one_of_sweep(config)
-        else:
-            statuses.append(guarded(lambda: single(config)))
+            return one_of_sweep(config)
+        statuses.append(guarded(lambda: single(config)))
+        return None
 
     try:
         return max([guarded(job), *statuses])

@@ -23,7 +23,7 @@ def evaluate(
 
     Args:
         plain: the resolved configuration, without what does not change the result.
-        choices: name of the chosen option of each group.
+        choices: name of the chosen option of each group, or of the class in its place; see `part_names`.
         folder: of this run.
         dense_folder: see `run_evaluation`.
 
@@ -62,7 +62,9 @@ def describe(plain: Mapping[str, Any], choices: Mapping[str, str], evaluation: E
     if isinstance(press, RetrievalPress | KVPressBaseline):
         labels["interval"] = None
     if press is None:
-        return labels | dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
+        # Also where another option's `_target_` was put to nothing.
+        nothing = dict.fromkeys(("scorer", "allocator", "budget", "num_sinks", "num_recent"))
+        return labels | nothing | {"press": "dense"}
     if isinstance(press, KVPressBaseline):
         theirs = {"scorer": press.name, "allocator": None, "num_sinks": None, "num_recent": None}
         return labels | theirs | {"budget": str(press.budget)}

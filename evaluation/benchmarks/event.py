@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from kvstitch.allocators import EvictingAllocator, GlobalTopK, SegmentQuota
 from kvstitch.evaluation.benchmarks.event_memory import UNMEASURED, peak_extra_bytes
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
+from kvstitch.evaluation.options import check_least, check_types
 from kvstitch.presses import EvictionPress
 from kvstitch.scorers import RKV, TOVA, ExpectedAttention, KeyDiff, Scorer, SnapKV, TriAttention
 
@@ -69,6 +70,18 @@ class EventBenchmark:
     memory_layers: int = 2
 
     def __post_init__(self):
+        check_types(self, "bench")
+        counts = (
+            "slots",
+            "num_layers",
+            "num_query_heads",
+            "num_kv_heads",
+            "head_dim",
+            "rounds",
+            "threads",
+            "memory_layers",
+        )
+        check_least(self, "bench", dict.fromkeys(counts, 1))
         unknown = [name for name in (*self.scorers, *self.memory_scorers) if name not in SCORERS]
         if unknown:
             raise ValueError(f"scorers must be among {', '.join(SCORERS)}, got {', '.join(unknown)}")

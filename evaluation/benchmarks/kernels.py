@@ -37,6 +37,7 @@ from kvstitch.evaluation.benchmarks.kernels_operators import (
 from kvstitch.evaluation.benchmarks.kernels_tilings import tiling_rows
 from kvstitch.evaluation.benchmarks.kernels_timing import measure_rates, resolve_device
 from kvstitch.evaluation.environment import commit
+from kvstitch.evaluation.options import check_counts, check_least, check_types
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Operators whose work depends on the context; the others are timed once a shape.
@@ -93,6 +94,11 @@ class KernelsBenchmark:
     kernels_sec: float | int = 90
 
     def __post_init__(self):
+        check_types(self, "bench")
+        check_least(self, "bench", dict.fromkeys(("budget", "interval", "top_k", "rounds", "steps"), 1))
+        check_counts("bench.contexts", self.contexts)
+        check_counts("bench.reference_contexts", self.reference_contexts, may_be_empty=True)
+        check_counts("the contexts of bench.decode", [context for _, context in self.decode], may_be_empty=True)
         _check_names("models", self.models, SHAPES)
         _check_names("decode", [name for name, _ in self.decode], SHAPES)
         _check_names("contestants", self.contestants, USES)

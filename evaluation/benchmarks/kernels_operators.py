@@ -10,6 +10,7 @@ import torch
 from kvstitch.evaluation.benchmarks.kernels_checks import CHECKS, Setting, check_row
 from kvstitch.evaluation.benchmarks.kernels_timing import Rates, measure_rates, median_seconds, resolve_device
 from kvstitch.evaluation.benchmarks.timing import Contestant
+from kvstitch.evaluation.options import check_least, check_types
 from kvstitch.kernels.community_update.workload import CommunityUpdateWorkload
 from kvstitch.kernels.compact.workload import CompactWorkload
 from kvstitch.kernels.segment_quota.workload import SegmentQuotaWorkload
@@ -178,6 +179,10 @@ class KernelBenchmark:
     workload: Workload
     device: str = "auto"
     rounds: int = 15
+
+    def __post_init__(self):
+        check_types(self, "bench")
+        check_least(self, "bench", {"rounds": 1})
 
     def run(self) -> list[dict[str, Any]]:
         """The check's row and, unless it failed, the timing's."""

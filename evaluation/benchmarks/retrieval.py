@@ -19,6 +19,7 @@ from kvstitch.evaluation.benchmarks.retrieval_parts import (
 )
 from kvstitch.evaluation.benchmarks.retrieval_prefill import PrefillBenchmark
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
+from kvstitch.evaluation.options import check_counts, check_least, check_types
 from kvstitch.kernels.community_update.workload import CommunityUpdateWorkload
 from kvstitch.presses.retrieval import RetrievalPress
 
@@ -64,6 +65,19 @@ class DecodeBenchmark:
     vocab_size: int = 49152
 
     def __post_init__(self):
+        check_types(self, "bench.decode")
+        counts = (
+            "budget",
+            "tokens_per_region",
+            "rounds",
+            "steps",
+            "num_layers",
+            "num_query_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
+        check_least(self, "bench.decode", dict.fromkeys((*counts, "intermediate_size", "vocab_size"), 1))
+        check_counts("bench.decode.contexts", self.contexts)
         check_dtypes(self.dtypes)
         if min(self.contexts) <= self.budget:
             raise ValueError(f"contexts must be longer than budget={self.budget}, got {min(self.contexts)}")
@@ -146,6 +160,11 @@ class UpdateBenchmark:
     rounds: int = 15
     repeats: int = 50
 
+    def __post_init__(self):
+        check_types(self, "bench.update")
+        check_least(self, "bench.update", {"rounds": 1, "repeats": 1})
+        check_counts("bench.update.lengths", self.lengths)
+
     def run(self) -> list[dict[str, Any]]:
         """One row."""
         workloads = {str(length): _update_workload(length) for length in self.lengths}
@@ -184,6 +203,10 @@ class RetrievalBenchmark:
     decode: DecodeBenchmark | None = field(default_factory=DecodeBenchmark)
     update: UpdateBenchmark | None = field(default_factory=UpdateBenchmark)
     prefill: PrefillBenchmark | None = field(default_factory=PrefillBenchmark)
+
+    def __post_init__(self):
+        check_types(self, "bench")
+        check_least(self, "bench", {"threads": 1})
 
     def run(self) -> list[dict[str, Any]]:
         """The rows of all parts."""

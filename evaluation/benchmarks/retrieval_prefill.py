@@ -17,6 +17,7 @@ from kvstitch.allocators.retrieval import CommunityRetrieval
 from kvstitch.evaluation.benchmarks.retrieval_parts import bandwidth, check_dtypes, index_share
 from kvstitch.evaluation.benchmarks.timing import Contestant, interleaved_seconds
 from kvstitch.evaluation.models import LoadedModel, load_smollm2
+from kvstitch.evaluation.options import check_least, check_types
 from kvstitch.evaluation.streams import auxiliary_bytes
 from kvstitch.evaluation.tasks.prose import prose
 from kvstitch.presses.retrieval import RetrievalPress
@@ -48,6 +49,8 @@ class PrefillBenchmark:
     rounds: int = 3
 
     def __post_init__(self):
+        check_types(self, "bench.prefill")
+        check_least(self, "bench.prefill", {"tokens": 2, "budget": 1, "rounds": 1})
         check_dtypes(self.dtypes)
 
     def run(self) -> list[dict[str, Any]]:

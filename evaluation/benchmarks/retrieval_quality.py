@@ -17,10 +17,10 @@ from kvstitch.evaluation.benchmarks.retrieval_shared import SharedPrompt
 from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, overview, published
 from kvstitch.evaluation.closed_loop import prefilled_but
 from kvstitch.evaluation.models import LoadedModel, load_smollm2, max_positions
-from kvstitch.evaluation.options import check_choice
+from kvstitch.evaluation.options import check_choice, check_counts, check_least, check_types
 from kvstitch.evaluation.paper_reading import read_tables
 from kvstitch.evaluation.progress import Progress
-from kvstitch.evaluation.records import RunFolder, config_hash, write_text
+from kvstitch.evaluation.records import CONFIG, RunError, RunFolder, config_hash, write_text
 from kvstitch.evaluation.tasks import Needle, Reasoning, Text
 from kvstitch.evaluation.tasks.base import Sample, Task
 from kvstitch.evaluation.tasks.sources import read_text
@@ -29,6 +29,8 @@ GENERATED = {"reasoning": Reasoning, "needle": Needle}
 _FOLDER_NOTE = (
     "# Records of bench=community_quality: one a text, piece, length, method and budget; each says how it was made.\n"
 )
+# Not a run's config.yaml: a report would take the folder for a run that was never finished.
+_NOTE_FILE = "benchmark.yaml"
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ class QualityBenchmark:
     model: Callable[[], LoadedModel] = load_smollm2
 
     def __post_init__(self):
-        for name in ("pieces", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_types(self, "bench")
+        check_least(self, "bench", {"pieces": 1, "threads": 1})
+        for name in ("lengths", "budgets"):
+            check_counts(f"bench.{name}", getattr(self, name))
         if self.decode_tokens < 2:
             raise ValueError(f"decode_tokens must be at least 2, as each predicts the next, got {self.decode_tokens}")
         if max(self.budgets) >= min(self.lengths):
@@ -94,7 +97,7 @@ class QualityBenchmark:
     def run(self) -> list[dict[str, Any]]:
         """An overview, a row for each text, length and method; the full tables are printed before it."""
         torch.set_num_threads(self.threads)
-        folder = RunFolder(Path(self.output).expanduser())
+        folder = _folder(Path(self.output).expanduser())
         progress = Progress(sys.stderr)
         with folder.opened(_FOLDER_NOTE):
             records = {record["id"]: record for record in folder.read_records()}
@@ -163,6 +166,16 @@ class QualityBenchmark:
         samples = task.samples(loaded.tokenizer, max_positions(loaded.model))
         sample = next(itertools.islice(samples, cell.piece, None))
         return task, prefilled_but(sample, self.decode_tokens)
+
+
+def _folder(path: Path) -> RunFolder:
+    older = path / CONFIG
+    if older.exists():
+        if older.read_text(encoding="utf-8") != _FOLDER_NOTE:
+            raise RunError(f"bench.output={path} is the folder of a run, as {older} says; name another folder")
+        # From when records of a benchmark were marked like a run.
+        older.replace(path / _NOTE_FILE)
+    return RunFolder(path, _NOTE_FILE)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,16 @@ def budget_charts(section: Section) -> list[str]:
     """Every quality measure against the budget, with the dense line and standard errors; then memory and speed."""
     drawn = []
     for measure in quality_measures(section):
-        drawn += _charts(section, measure.name, measure.title, percent=measure.percent)
+        for tokens, part in section.over_same_tokens(measure.name):
+            drawn += _charts(part, measure.name, measure.title, percent=measure.percent, tokens=tokens)
     for metric, name, unit in _COST:
         drawn += _charts(section, metric, KNOWN_METRICS[metric].title + name, unit)
     return drawn
 
 
-def _charts(section: Section, metric: str, title: str, unit: float = 1, percent: bool = False) -> list[str]:
+def _charts(
+    section: Section, metric: str, title: str, unit: float = 1, percent: bool = False, tokens: str = ""
+) -> list[str]:
     """One chart, or several if there are more methods than can be told apart."""
     series = []
     for method in section.methods:
@@ -46,7 +49,7 @@ def _charts(section: Section, metric: str, title: str, unit: float = 1, percent:
         shown = series[start : start + most]
         used = {x for line in shown for x, _, _ in line.points}
         chart = LineChart(
-            title,
+            f"{title}, {tokens}" if tokens else title,
             "budget, tokens a kv head" if in_tokens else "budget",
             title,
             [(value, f"{value:g}" if in_tokens else text) for value, text in section.budgets if value in used],

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvstitch.evaluation.part_names import class_name
 from kvstitch.evaluation.records import config_hash
 from kvstitch.evaluation.report.runs import Run
 
@@ -60,7 +61,9 @@ def named(options: Mapping[str, Any]) -> str:
         for key, value in sorted(options.items())
         if key != "_target_" and not (key in defaults and _is_default(value, defaults[key]))
     ]
-    return f"{name}({', '.join(changed)})" if changed else name
+    # Somebody else's with its module: two of one name are two choices.
+    shown = class_name(str(options["_target_"]))
+    return f"{shown}({', '.join(changed)})" if changed else shown
 
 
 def _value(value: Any) -> str:

@@ -7,6 +7,10 @@ from kvstitch.evaluation.metric_titles import Metric, known
 # Methods are ranked by these; each has a table and a chart.
 QUALITY = known("accuracy", "pass_at_k", "kl", "top1_agreement", "nll", "nll_difference", "perplexity", "mass_recall")
 _LESS_IS_BETTER = frozenset({"kl", "nll", "nll_difference", "perplexity"})
+# Means over tokens, which an evicting and a retrieving press, or other intervals, do not share: they compare only over the same.
+OVER_TOKENS = frozenset(
+    {"kl", "top1_agreement", "nll", "nll_difference", "perplexity", "mass_recall", "mass_recall_worst"}
+)
 # These stand in tables of their own, unranked.
 CACHE = known(
     "mass_recall_worst",

@@ -6,11 +6,12 @@ from html import escape
 from kvstitch.evaluation.paper_tables import PaperTable
 from kvstitch.evaluation.records import RunError
 from kvstitch.evaluation.report.charts import budget_charts, needle_maps
+from kvstitch.evaluation.report.notes import warnings
 from kvstitch.evaluation.report.overviews import sample_overviews
 from kvstitch.evaluation.report.pictures import read_arrays, sample_pictures
 from kvstitch.evaluation.report.runs import Problem, grouped
 from kvstitch.evaluation.report.sections import Section
-from kvstitch.evaluation.report.sheets import Sheet, other_sheets, published_sheets, quality_sheets, warnings
+from kvstitch.evaluation.report.sheets import Sheet, other_sheets, published_sheets, quality_sheets
 from kvstitch.evaluation.report.tables import LEFT_OUT
 
 _STYLE = """

@@ -5,16 +5,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstitch.evaluation.records import RunError, config_hash
 from kvstitch.evaluation.report.choices import DENSE, PARTS, Rest, choice, rest_of
+from kvstitch.evaluation.report.measures import OVER_TOKENS
 from kvstitch.evaluation.report.runs import Run
 from kvstitch.kernels.common.spelling import did_you_mean
 
 _HOW_MANY = ("num_samples", "shard", "num_shards")
-# Means over the tokens that were compared, which two presses may not share.
-_OVER_TOKENS = ("kl", "top1_agreement", "nll", "nll_difference")
 _MOST_TITLES = 3
 
 
@@ -43,12 +42,19 @@ class Comparison:
     n: int
 
 
+class _Figure(NamedTuple):
+    """A metric of one sample, and a hash of all that its run computed."""
+
+    value: float
+    outcome: str
+
+
 @dataclass
 class _Figures:
     """A metric by sample: of a choice, and of the dense model beside it."""
 
-    own: dict[tuple, float] = field(default_factory=dict)
-    dense: dict[tuple, float] = field(default_factory=dict)
+    own: dict[tuple, _Figure] = field(default_factory=dict)
+    dense: dict[tuple, _Figure] = field(default_factory=dict)
 
 
 _Table = Mapping[Rest, Mapping[str, _Figures]]
@@ -103,7 +109,7 @@ def left_out(
     names = {chosen for run in runs if (chosen := choice(run, part)) is not None} - {base}
     lacking = sorted(name for name in names if metric not in _metrics(runs, name, part))
     apart = sorted(names - {row.choice for row in rows} - set(lacking))
-    tokens = " or compared token" if metric in _OVER_TOKENS else ""
+    tokens = " or compared token" if metric in OVER_TOKENS else ""
     reasons = {f"no sample has {metric!r}": lacking, f"no sample{tokens} in common with {base}": apart}
     return [(reason, found) for reason, found in reasons.items() if found]
 
@@ -146,7 +152,7 @@ def _why(runs: Sequence[Run], base: str, part: str, metric: str, table: _Table) 
         if here and there and not {*here} & {*there}
         else ""
     )
-    tokens = " or compared token" if metric in _OVER_TOKENS else ""
+    tokens = " or compared token" if metric in OVER_TOKENS else ""
     return f"{base!r} shares no sample{tokens} with another {part}{where}"
 
 
@@ -177,15 +183,16 @@ def _hint(runs: Sequence[Run], base: str, names: set[str]) -> str:
 
 
 def _compared(others: str, name: str, base: Mapping, values: Mapping) -> Iterator[Comparison]:
-    shared = sorted(base.keys() & values.keys())
+    shared = _once(base, values)
     if shared:
-        differences = [values[key] - base[key] for key in shared]
+        mine, bases = ([figures[key].value for key in shared] for figures in (values, base))
+        differences = [value - other for value, other in zip(mine, bases)]
         error = statistics.stdev(differences) / math.sqrt(len(shared)) if len(shared) > 1 else None
         yield Comparison(
             others,
             name,
-            statistics.fmean(base[key] for key in shared),
-            statistics.fmean(values[key] for key in shared),
+            statistics.fmean(bases),
+            statistics.fmean(mine),
             statistics.fmean(differences),
             error,
             sum(difference < 0 for difference in differences),
@@ -193,18 +200,28 @@ def _compared(others: str, name: str, base: Mapping, values: Mapping) -> Iterato
         )
 
 
-def _values(run: Run, metric: str, prefix: str) -> Iterator[tuple[tuple, float]]:
+def _once(base: Mapping, values: Mapping) -> list[tuple]:
+    """The samples of both, without those of a further seed with which both runs computed the same again."""
+    found: dict[tuple, tuple] = {}
+    for key in sorted(base.keys() & values.keys()):
+        task, _, *sample = key
+        found.setdefault((task, *sample, base[key].outcome, values[key].outcome), key)
+    return list(found.values())
+
+
+def _values(run: Run, metric: str, prefix: str) -> Iterator[tuple[tuple, _Figure]]:
     """The metric of each sample, by task, seed and sample, and by the number of tokens where it is a mean over them.
 
     These end with the trace, so that as many are the same ones.
     """
-    drawn = {key: value for key, value in run.config["task"].items() if key not in _HOW_MANY}
-    task = config_hash(drawn | {"seed": run.config["seed"]})
+    task = config_hash({key: value for key, value in run.config["task"].items() if key not in (*_HOW_MANY, "seed")})
+    seeds = config_hash({"seed": run.config["seed"], "task.seed": run.config["task"].get("seed")})
     for record in run.records:
         metrics = record.get("metrics") or {}
         value = metrics.get(prefix + metric)
         if _is_number(value):
-            yield (task, record["id"], metrics.get("compared_tokens") if metric in _OVER_TOKENS else None), float(value)
+            tokens = metrics.get("compared_tokens") if metric in OVER_TOKENS else None
+            yield (task, seeds, record["id"], tokens), _Figure(float(value), run.outcome)
 
 
 def _is_number(value: Any) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 from kvstitch.evaluation.metric_titles import KNOWN_METRICS, Metric
 from kvstitch.evaluation.paper_reading import paper_tables
 from kvstitch.evaluation.paper_tables import Figure, PaperRow, PaperTable, written
+from kvstitch.evaluation.report.entries import Entry
 from kvstitch.evaluation.report.names import flat
 from kvstitch.evaluation.report.runs import Run
-from kvstitch.evaluation.report.sections import Entry, Section
+from kvstitch.evaluation.report.sections import Section
 
 # Columns of `summary.csv`. No difference to ours is among them: model, task and metric are others.
 PAPER_COLUMNS = (
@@ -144,7 +145,7 @@ def _beside(section: Section, table: PaperTable, least: int) -> Published | None
 
 def _rows_of(table: PaperTable, entry: Entry) -> list[PaperRow]:
     run = entry.runs[0]
-    known = flat(run.config) | {name: run.labels[name] for name in ("press", "scorer", "allocator")}
+    known = flat(run.config) | {name: run.labels.get(name) for name in ("press", "scorer", "allocator")}
     return [row for row in table.rows if row.fits(known)]
 
 

@@ -4,6 +4,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,17 @@ from kvstitch.evaluation.records import (
     ERROR,
     KEPT_POSITIONS,
     METRICS,
-    PREDICTIONS,
     REGIONS,
     RUN_META,
     RunError,
     RunFolder,
     config_hash,
 )
+from kvstitch.evaluation.report.faults import fault
 from kvstitch.evaluation.summary import summary
 
-# Name and kind of what a report reads.
-_IN_CONFIG = {"model": Mapping, "task": Mapping, "press": Mapping, "mode": str, "seed": int}
-_IN_METRICS = {"run": Mapping, "num_samples": int, "failed_samples": Mapping, "metrics": Mapping}
+# Ends of the names of what is measured anew in every run and never comes out twice; all else is computed.
+_MEASURED = ("seconds", "_per_second", "_time_share", "peak_process_bytes", "peak_device_bytes", "dense_reused")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,28 @@ class Run:
         """The folder's name."""
         return self.path.name
 
+    @property
+    def seeds(self) -> str:
+        """`1`, or `1 (task.seed=2)` where the task has another."""
+        seed, of_task = self.config["seed"], self.config["task"].get("seed", self.config["seed"])
+        return f"{seed}" if of_task == seed else f"{seed} (task.seed={of_task})"
+
+    @cached_property
+    def outcome(self) -> str:
+        """A hash of all that was computed, seconds and the like left out: the same samples with the same values have the same."""
+        return config_hash({"records": [_computed(record) for record in self.records]})
+
+    @property
+    def shortcomings(self) -> tuple[int, float]:
+        """Failures, then the share of samples whose dense seconds are another run's: of equal runs the one with the least counts."""
+        reused = self.summary["metrics"].get("dense_reused", {}).get("mean")
+        return len(self.summary["failed_samples"]), reused or 0.0
+
+
+def _computed(record: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = record.get("metrics") or {}
+    return {**record, "metrics": {name: value for name, value in metrics.items() if not name.endswith(_MEASURED)}}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -81,22 +103,25 @@ def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     Raises:
         FileNotFoundError: a path that is not there.
     """
-    folders: dict[Path, None] = {}
+    # The same folder, however it is written, is no copy of itself.
+    folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder of runs")
         found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if _is_run(child))
-        folders |= dict.fromkeys(found)
+        for folder in found:
+            folders.setdefault(folder.resolve(), folder)
     runs, problems = [], []
-    for folder in folders:
+    for folder in folders.values():
         read = _read(folder)
         if isinstance(read, Run):
             runs.append(read)
             problems += [*_without_pictures(folder), *_papers(folder)[1]]
         else:
             problems.append(read)
-    merged, incomplete = _merge_shards(runs)
-    return merged, [*problems, *incomplete]
+    once, copies = _without_copies(runs)
+    merged, incomplete = _merge_shards(once)
+    return merged, [*problems, *copies, *incomplete]
 
 
 def _is_run(path: Path) -> bool:
@@ -113,26 +138,14 @@ def _read(path: Path) -> Run | Problem:
         meta = folder.read_json(RUN_META) or {"sessions": []}
     except (RunError, OSError) as error:
         return Problem(path, str(error))
-    fault = _fault(config, metrics, records)
-    return Problem(path, f"damaged: {fault}") if fault else Run(path, config, metrics, records, meta, _papers(path)[0])
+    found = fault(config, metrics, records, meta)
+    return Problem(path, f"damaged: {found}") if found else Run(path, config, metrics, records, meta, _papers(path)[0])
 
 
 def _why_unfinished(error: Path) -> str:
     lines = error.read_text(encoding="utf-8", errors="replace").split("\n") if error.exists() else []
     first = next((line.strip() for line in lines if line.strip()), None)
     return "not finished; give its command again" if first is None else f"failed: {first}"
-
-
-def _fault(config: Mapping[str, Any], metrics: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str | None:
-    """What a finished run's files lack, though each can be read."""
-    for name, content, wanted in ((CONFIG, config, _IN_CONFIG), (METRICS, metrics, _IN_METRICS)):
-        missing = [key for key, kind in wanted.items() if not isinstance(content.get(key), kind)]
-        if missing:
-            return f"{name} has no {', '.join(missing)}"
-    if len(records) != metrics["num_samples"]:
-        return f"{PREDICTIONS} holds {len(records)} of the {metrics['num_samples']} samples that {METRICS} counts"
-    empty = next((record["id"] for record in records if not ("error" in record or "metrics" in record)), None)
-    return None if empty is None else f"sample {empty!r} of {PREDICTIONS} has neither metrics nor an error"
 
 
 def _without_pictures(path: Path) -> list[Problem]:
@@ -152,6 +165,20 @@ def _papers(path: Path) -> tuple[tuple[PaperTable, ...], list[Problem]]:
         return (), [Problem(path, str(error))]
 
 
+def _without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
+    """Of runs with one configuration, as a copied folder makes them, the one with the fewest failures; the others named."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[config_hash(run.config)].append(run)
+    kept = {key: min(group, key=lambda run: run.shortcomings) for key, group in groups.items()}
+    problems = [_copy(run, kept[key]) for key, group in groups.items() for run in group if run is not kept[key]]
+    return list(kept.values()), problems
+
+
+def _copy(run: Run, kept: Run) -> Problem:
+    return Problem(run.path, f"a copy of {kept.path}: it has the same configuration, which counts once")
+
+
 def _merge_shards(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
     """Runs that differ in `task.shard` alone become what the undivided run would have been, record for record."""
     groups: dict[str, list[Run]] = defaultdict(list)
@@ -160,7 +187,7 @@ def _merge_shards(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
     merged, problems = [], []
     for group in groups.values():
         divided = [run for run in group if run.config["task"].get("num_shards", 1) > 1]
-        merged.extend(run for run in group if run not in divided)
+        whole = [run for run in group if run not in divided]
         by_count: dict[int, dict[int, Run]] = defaultdict(dict)
         for run in divided:
             by_count[run.config["task"]["num_shards"]][run.config["task"]["shard"]] = run
@@ -172,8 +199,12 @@ def _merge_shards(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
                     Problem(run.path, f"shard {index} of {count}; {names} of them not finished")
                     for index, run in sorted(shards.items())
                 )
+            elif whole:
+                # Divided in another way, or not at all, it is the same evaluation.
+                problems.extend(_copy(run, whole[0]) for _, run in sorted(shards.items()))
             else:
-                merged.append(_joined([shards[index] for index in range(count)]))
+                whole.append(_joined([shards[index] for index in range(count)]))
+        merged.extend(whole)
     return merged, problems
 
 

@@ -1,99 +1,23 @@
 """Runs that can be compared stand together: one section a model, task and mode, one entry a method and budget."""
 
-import re
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from kvstitch.evaluation.records import config_hash
+from kvstitch.evaluation.report.budgets import budget_words
+from kvstitch.evaluation.report.entries import Entry, Value, share_tokens, which_tokens
+from kvstitch.evaluation.report.measures import OVER_TOKENS
 from kvstitch.evaluation.report.names import flat, told_apart, what_differs
 from kvstitch.evaluation.report.runs import Run
-from kvstitch.evaluation.summary import asks_nothing, perplexity, summarise
 
-# As `Budget` reads them, in whatever case.
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 # The press repeats what stands elsewhere in the configuration.
 _REPEATED = ("press.scorer.", "press.allocator.", "press.budget", "press.interval", "press._target_")
 _SEEDS = ("seed", "task.seed")
 # What the dense model never sees.
 _OF_PRESSES = ("budget", "decode_tokens", "press", "scorer", "allocator")
-
-
-@dataclass(frozen=True)
-class Value:
-    """A metric over all samples of all seeds.
-
-    Args:
-        mean: over the samples.
-        std: standard deviation over the samples.
-        seeds_std: standard deviation over the means of the seeds; None with one seed.
-        n: samples.
-        seeds: runs that differ in nothing but the seed.
-    """
-
-    mean: float
-    std: float | None
-    seeds_std: float | None
-    n: int
-    seeds: int
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean over the samples."""
-        return None if self.std is None else self.std / self.n**0.5
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One method at one budget: the runs that differ in nothing but the seed.
-
-    Args:
-        method: press, scorer and allocator, and what else sets it apart from the others of its section.
-        budget: as it was written, e.g. "256 tokens"; "" for the dense model.
-        budget_value: as a number; None for the dense model.
-        runs: by seed.
-    """
-
-    method: str
-    budget: str
-    budget_value: float | None
-    runs: tuple[Run, ...]
-
-    @property
-    def bound(self) -> tuple[int, int] | None:
-        """Samples in which the budget bound, and all that were measured; None for the dense model."""
-        events = [
-            record["metrics"].get("events") for run in self.runs for record in run.records if "error" not in record
-        ]
-        known = [count > 0 for count in events if count is not None]
-        return (sum(known), len(known)) if known else None
-
-    @property
-    def never_bound(self) -> bool:
-        """Whether nothing was evicted or left unread in any sample, so that the figures are the dense model's."""
-        return self.bound is not None and not self.bound[0]
-
-    def value(self, metric: str) -> Value | None:
-        """A metric of this entry; None if no sample has it."""
-        if metric.endswith("perplexity"):
-            return self._perplexity(metric.replace("perplexity", "nll"))
-        each = [[record["metrics"].get(metric) for record in run.records if "error" not in record] for run in self.runs]
-        whole = summarise(number for numbers in each for number in numbers)
-        if whole["mean"] is None:
-            return None
-        means = [mean for mean in (summarise(numbers)["mean"] for numbers in each) if mean is not None]
-        spread = statistics.stdev(means) if len(means) > 1 else None
-        return Value(whole["mean"], whole["std"], spread, whole["n"], len(means))
-
-    def _perplexity(self, metric: str) -> Value | None:
-        nll = self.value(metric) if all(asks_nothing(run.records) for run in self.runs) else None
-        if nll is None:
-            return None
-        found = perplexity({name: value for name, value in asdict(nll).items() if name != "seeds"})
-        return None if found["mean"] is None else Value(**found, seeds=nll.seeds)
 
 
 @dataclass(frozen=True)
@@ -144,6 +68,31 @@ class Section:
         found = [value for entry in self.entries if (value := entry.value(f"dense_{metric}")) is not None]
         return max(found, key=lambda value: value.n, default=None)
 
+    def over_same_tokens(self, metric: str) -> list[tuple[str, "Section"]]:
+        """This section, or one for each set of tokens that a metric was measured over: only within it does the metric compare.
+
+        Returns:
+            Which tokens these are, "" if all pressed entries share them, and the section. An entry of the dense model stands
+            only beside entries with its own tokens; elsewhere `dense` has what they have of it.
+        """
+        if metric not in OVER_TOKENS:
+            return [("", self)]
+        groups: list[list[Entry]] = []
+        for entry in self.pressed:
+            if entry.value(metric) is not None:
+                fitting = [group for group in groups if all(share_tokens(entry, other) for other in group)]
+                fitting[0].append(entry) if fitting else groups.append([entry])
+        if not groups:
+            return [("", self)]
+        alone = [entry for entry in self.entries if entry.budget_value is None]
+        found = []
+        for group in groups:
+            dense = [entry for entry in alone if all(share_tokens(entry, other) for other in group)]
+            pressed = group if len(groups) > 1 else self.pressed
+            words = which_tokens(group) if len(groups) > 1 else ""
+            found.append((words, replace(self, entries=(*dense, *pressed))))
+        return found
+
 
 def sections_of(runs: Sequence[Run]) -> list[Section]:
     """Sort runs into sections and entries."""
@@ -177,18 +126,25 @@ def _entries(runs: Sequence[Run]) -> tuple[Entry, ...]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[config_hash({key: value for key, value in _seen(run).items() if key not in _SEEDS})].append(run)
-    by_label: dict[str, list[tuple[Run, ...]]] = defaultdict(list)
+    by_label: dict[str, list[list[Run]]] = defaultdict(list)
     for group in map(_once_a_seed, groups.values()):
-        by_label[method_label(group[0].labels)].append(tuple(sorted(group, key=lambda run: run.config["seed"])))
+        by_label[method_label(group[0].labels)].append(sorted(group, key=lambda run: run.config["seed"]))
     entries = []
     for label, members in by_label.items():
         words = what_differs([_method_leaves(group[0]) for group in members])
         for group, more in zip(members, words):
             budget, number = _budget(group[0])
-            entries.append(Entry(f"{label} ({more})" if more else label, budget, number, group))
+            entries.append(Entry(f"{label} ({more})" if more else label, budget, number, *_without_repeats(group)))
     return tuple(
         sorted(entries, key=lambda entry: (entry.budget_value is not None, entry.method, entry.budget_value or 0))
     )
+
+
+def _without_repeats(group: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[tuple[Run, Run], ...]]:
+    """Runs of all seeds that computed something of their own, and the others, each with the one that it repeats."""
+    first: dict[str, Run] = {}
+    repeats = [(run, first[run.outcome]) for run in group if first.setdefault(run.outcome, run) is not run]
+    return tuple(first.values()), tuple(repeats)
 
 
 def _seen(run: Run) -> dict[str, Any]:
@@ -204,14 +160,9 @@ def _once_a_seed(group: Sequence[Run]) -> list[Run]:
     best: dict[str, Run] = {}
     for run in group:
         key = config_hash({name: value for name, value in flat(run.config).items() if name in _SEEDS})
-        if key not in best or _faults(run) < _faults(best[key]):
+        if key not in best or run.shortcomings < best[key].shortcomings:
             best[key] = run
     return list(best.values())
-
-
-def _faults(run: Run) -> tuple[int, float]:
-    reused = run.summary["metrics"].get("dense_reused", {}).get("mean")
-    return len(run.summary["failed_samples"]), reused or 0.0
 
 
 def method_label(labels: Mapping[str, Any]) -> str:
@@ -233,8 +184,4 @@ def _method_leaves(run: Run) -> dict[str, Any]:
 def _budget(run: Run) -> tuple[str, float | None]:
     if run.labels["press"] == "dense":
         return "", None
-    budget = run.config["budget"]
-    if isinstance(budget, str):
-        number, unit = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", budget).groups()
-        return budget, float(number) * _UNITS[unit.upper()]
-    return (f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"), float(budget)
+    return budget_words(run.config["budget"])

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from kvstitch.evaluation.metric_titles import SHARED_PEAKS, Metric
 from kvstitch.evaluation.paper_tables import PaperTable, written
+from kvstitch.evaluation.report.entries import Entry, Value
 from kvstitch.evaluation.report.measures import CACHE, MEMORY, QUALITY, SPEED, TEXT, TIME, best_mean
 from kvstitch.evaluation.report.published import Published, published
-from kvstitch.evaluation.report.sections import Entry, Section, Value
-from kvstitch.evaluation.table import ROOM_FOR_GROWTH, bound_in, only_room_is_larger
+from kvstitch.evaluation.report.sections import Section
+from kvstitch.evaluation.table import ROOM_FOR_GROWTH, only_room_is_larger
 
 # Behind a figure of a budget that never bound.
 _IDLE = " †"
@@ -43,8 +44,12 @@ def sheets(section: Section, papers: Sequence[PaperTable] = ()) -> list[Sheet]:
 
 
 def quality_sheets(section: Section) -> list[Sheet]:
-    """Method × budget for each measure that any pressed run has."""
-    return [grid_sheet(section, measure) for measure in quality_measures(section)]
+    """Method × budget for each measure that any pressed run has, and for each set of tokens that it was measured over."""
+    return [
+        grid_sheet(part, measure, tokens)
+        for measure in quality_measures(section)
+        for tokens, part in section.over_same_tokens(measure.name)
+    ]
 
 
 def published_sheets(section: Section, papers: Sequence[PaperTable]) -> list[Sheet]:
@@ -56,12 +61,18 @@ def other_sheets(section: Section) -> list[Sheet]:
     """What caches and answers were like, then memory, speed and what took time; a row an entry."""
     in_replay = any(entry.runs[0].labels["mode"] == "replay" for entry in section.entries)
     # How long answers of a replay are tells nothing: they are a few tokens by design.
-    listed = [("Caches", "means over the samples", CACHE)]
+    listed = [("Caches", f"means over the samples{_recall(section)}", CACHE)]
     listed += [] if in_replay else [("Answers as texts", "means over the samples", TEXT)]
     listed += [("Memory, as measured", f"means over the samples{_room(section)}", MEMORY)]
     listed += [("Speed, as measured", f"means over the samples{_reused(section)}", SPEED)]
     listed += [("Time of events and indices, as measured", "means over the samples", TIME)]
     return [sheet for caption, note, columns in listed if (sheet := list_sheet(section, caption, note, columns))]
+
+
+def _recall(section: Section) -> str:
+    """That the rows' recalls do not compare, where they do not."""
+    apart = len(section.over_same_tokens("mass_recall_worst")) > 1
+    return "; recall not over the same tokens for all methods" if apart else ""
 
 
 def _reused(section: Section) -> str:
@@ -88,33 +99,18 @@ def _room(section: Section) -> str:
     return f"; where {ROOM_FOR_GROWTH}" if any(map(is_misleading, section.pressed)) else ""
 
 
-def warnings(section: Section) -> list[str]:
-    """What a reader of the section's tables must not miss, each once."""
-    lines = []
-    for entry in section.entries:
-        name = ", ".join(filter(None, (entry.method, entry.budget)))
-        if entry.never_bound:
-            lines.append(f"{name}: the budget never bound, so the press was not tested")
-        elif entry.bound is not None and entry.bound[0] < entry.bound[1]:
-            lines.append(f"{name}: the budget {bound_in(*entry.bound)}")
-        for run in entry.runs:
-            if run.summary["failed_samples"]:
-                names = ", ".join(run.summary["failed_samples"])
-                lines.append(f"{name}: failed samples count in no figure ({names})")
-            if skipped := run.summary.get("skipped_records"):
-                lines.append(f"{name}: {len(skipped)} malformed records were skipped, the first: {skipped[0]}")
-    return list(dict.fromkeys(lines))
-
-
 def quality_measures(section: Section) -> list[Metric]:
     """Those that any pressed run of the section has."""
     return [measure for measure in QUALITY if any(entry.value(measure.name) for entry in section.pressed)]
 
 
-def grid_sheet(section: Section, measure: Metric) -> Sheet:
+def grid_sheet(section: Section, measure: Metric, tokens: str = "") -> Sheet:
     """Method × budget, the best mean of each budget marked where there is something to compare.
 
     A budget that never bound tested nothing: its mean is marked as such and never the best.
+
+    Args:
+        tokens: over which tokens it was measured, if the other methods of the section have others.
     """
     found = {(entry.method, entry.budget_value): entry.value(measure.name) for entry in section.pressed}
     idle = {(entry.method, entry.budget_value) for entry in section.pressed if entry.never_bound}
@@ -132,9 +128,10 @@ def grid_sheet(section: Section, measure: Metric) -> Sheet:
     dense = section.dense(measure.name)
     if dense is not None:
         rows.append(("dense", *[cell(measure, dense)] * len(section.budgets), str(dense.n)))
+    note = "mean ± standard error over the n samples" + (f";{_IDLE} the budget never bound" if idle else "")
     return Sheet(
-        measure.title,
-        "mean ± standard error over the n samples" + (f";{_IDLE} the budget never bound" if idle else ""),
+        f"{measure.title}, {tokens}" if tokens else measure.title,
+        f"{note}; other methods were measured over other tokens" if tokens else note,
         ("method", *(text for _, text in section.budgets), "n"),
         1,
         tuple(rows),
@@ -206,19 +203,16 @@ def _counts(values: Sequence[Value | None]) -> str:
 
 def _published(section: Section, found: Published) -> Sheet:
     """The paper's figures beside ours, without a difference, and the dense models' above them."""
-    table, write = found.table, found.metric.write
-    rows = [
-        (
-            pair.entry.method,
-            pair.entry.budget,
-            pair.method,
-            written(pair.figure),
-            write(pair.entry.value(found.metric.name).mean),
-        )
-        for pair in found.pairs
-    ]
+    table, name, write = found.table, found.metric.name, found.metric.write
+    parts = section.over_same_tokens(name)
+    rows = []
+    for pair in found.pairs:
+        ours = write(pair.entry.value(name).mean)
+        tokens = next((words for words, part in parts if pair.entry in part.entries), "")
+        ours += f" ({tokens})" if tokens else ""
+        rows.append((pair.entry.method, pair.entry.budget, pair.method, written(pair.figure), ours))
     if table.dense is not None:
-        ours = section.dense(found.metric.name)
+        ours = parts[0][1].dense(name) if len(parts) == 1 else None
         rows.insert(0, ("dense", "", "dense", written(table.dense), "–" if ours is None else write(ours.mean)))
     return Sheet(
         f"Published: {table.name}",

@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstitch.evaluation.paper_tables import PaperTable
+from kvstitch.evaluation.report.entries import Entry, Value
+from kvstitch.evaluation.report.notes import warnings
 from kvstitch.evaluation.report.published import PAPER_COLUMNS, paper_cells, paper_json, published
 from kvstitch.evaluation.report.runs import Problem, grouped
-from kvstitch.evaluation.report.sections import Entry, Section, Value
-from kvstitch.evaluation.report.sheets import Sheet, sheets, warnings
+from kvstitch.evaluation.report.sections import Section
+from kvstitch.evaluation.report.sheets import Sheet, sheets
 
 LEFT_OUT = "Not in this report"
 # What stands beside a cell that is the best of its column.
@@ -109,8 +111,9 @@ def summary_json(
     """The same for programs: `metrics.json` of all seeds together, and what else the tables say.
 
     `sections`, each with `title`, `task`, `model`, `mode` and `entries`; an entry has `method`, `budget`, `budget_value`
-    (None for the dense model), `seeds`, `folders`, `samples`, `bound_samples` (None for the dense model) and `metrics`, of
-    each of which `n`, `mean`, `std_samples`, `seeds` and `std_seeds`. With papers a section also has `published`, see
+    (None for the dense model), `seeds`, `folders`, `repeats` (runs of further seeds that computed the same and do not count:
+    `seed`, `folder`, `same_as`), `samples`, `bound_samples` (None for the dense model) and `metrics`, of each of which `n`,
+    `mean`, `std_samples`, `seeds` and `std_seeds`. With papers a section also has `published`, see
     `paper_json`. `not_in_report`: `folder` and `reason`.
     """
     content = {
@@ -135,6 +138,10 @@ def _section(section: Section) -> dict[str, Any]:
                 "budget_value": entry.budget_value,
                 "seeds": [run.config["seed"] for run in entry.runs],
                 "folders": [run.name for run in entry.runs],
+                "repeats": [
+                    {"seed": run.config["seed"], "folder": run.name, "same_as": kept.name}
+                    for run, kept in entry.repeats
+                ],
                 "samples": sum(len(run.records) for run in entry.runs),
                 "bound_samples": None if entry.bound is None else entry.bound[0],
                 "metrics": {metric: _numbers(value) for metric, value in _values(entry)},

@@ -26,6 +26,9 @@ def test_a_row_for_each_scorer_and_one_of_memory():
     [
         ({"scorers": ("tovaa",)}, "scorers must be among tova, .*, got tovaa"),
         ({"memory_scorers": ("rvk",)}, "got rvk"),
+        ({"rounds": 0}, "bench.rounds must be at least 1, got 0"),
+        ({"threads": 0}, "bench.threads must be at least 1, got 0"),
+        ({"memory_layers": -1}, "bench.memory_layers must be at least 1, got -1"),
         ({"keep": 96}, "keep must lie between 0 and slots=96, got 96"),
     ],
 )

@@ -71,6 +71,31 @@ def test_compression_changes_answers_and_the_model_is_as_it_was(pipeline, tiny, 
     assert pressed != dense and pipeline(context, QUESTIONS, max_new_tokens=8) == dense
 
 
+@pytest.mark.parametrize("budget", [40, 0.5, "20KiB"])
+def test_a_press_that_never_acts_says_so_once(pipeline, context, make_press, budget):
+    idle = make_press(budget=budget, interval=512)
+    message = r"evicted nothing, although the context of 121 tokens .*`interval`=512 tokens\. compress_prompt=True"
+    with pytest.warns(UserWarning, match=message) as caught:
+        pipeline(context, QUESTIONS, press=idle, max_new_tokens=3)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 40, "interval": 512, "compress_prompt": True},
+        {"budget": 40, "interval": 4},
+        # The context fits, so that nothing is amiss.
+        {"budget": 121, "interval": 512},
+        {"budget": 1.0, "interval": 512},
+        {"budget": "1MiB", "interval": 512},
+    ],
+)
+def test_a_press_that_acts_or_has_nothing_to_do_says_nothing(pipeline, context, make_press, options, recwarn):
+    pipeline(context, QUESTIONS, press=make_press(**options), max_new_tokens=6)
+    assert not recwarn.list
+
+
 def test_a_chat_template_is_cut_where_the_context_ends(tiny, context):
     tiny.tokenizer.chat_template = "w3 {{ messages[0]['content'] }} w4 w5"
     pipeline = ContextPipeline(*tiny)

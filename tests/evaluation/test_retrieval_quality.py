@@ -28,6 +28,8 @@ from kvstitch.evaluation.benchmarks.retrieval_tables import markdown, verdicts
 from kvstitch.evaluation.closed_loop import closed_loop_sample
 from kvstitch.evaluation.models import LoadedModel
 from kvstitch.evaluation.paper_reading import read_tables
+from kvstitch.evaluation.records import RunError
+from kvstitch.evaluation.report import find_runs
 from kvstitch.evaluation.tasks.base import Question, Sample
 from kvstitch.presses import RetrievalPress
 
@@ -132,6 +134,20 @@ def test_a_second_command_measures_only_what_is_new(benchmark, monkeypatch, caps
     assert measured == [[64]] * 3 + [[32, 48, 64]] * 3
     assert [row["32"] for row in more[:3]] == [row["32"] for row in rows]
     assert "## 110 tokens prefilled, 2 prompts: one, two" in capsys.readouterr().out
+
+
+def test_a_report_takes_its_folder_for_no_run(benchmark, tmp_path):
+    rows = benchmark(budgets=(32,)).run()
+    assert find_runs([tmp_path]) == ([], [])
+    # A folder from before is taken over with its records.
+    (tmp_path / "out" / "benchmark.yaml").replace(tmp_path / "out" / "config.yaml")
+    before = (tmp_path / "out" / "predictions.jsonl").read_bytes()
+    assert benchmark(budgets=(32,)).run() == rows and find_runs([tmp_path]) == ([], [])
+    assert (tmp_path / "out" / "predictions.jsonl").read_bytes() == before
+    # That of a run is not.
+    (tmp_path / "out" / "config.yaml").write_text("budget: 1\n")
+    with pytest.raises(RunError, match="bench.output=.*out is the folder of a run, as .*config.yaml says"):
+        benchmark(budgets=(32,)).run()
 
 
 def test_another_model_is_measured_anew(benchmark, loaded, tmp_path):

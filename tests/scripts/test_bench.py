@@ -32,3 +32,11 @@ def test_a_wrong_kernel_is_named_and_not_timed(script, monkeypatch):
 def test_mistakes_get_one_message(script, override):
     outcome = script("bench", *SMALL, override)
     assert outcome.status == 1 and "Traceback" not in outcome.err
+
+
+def test_a_count_that_cannot_be_is_refused_before_anything_is_made(script, monkeypatch):
+    from kvstitch.evaluation.benchmarks.event import EventBenchmark
+
+    monkeypatch.setattr(EventBenchmark, "run", lambda self: pytest.fail("it began"))
+    outcome = script("bench", "bench=event", "bench.rounds=0")
+    assert outcome.status == 1 and outcome.err == "error: bench.rounds must be at least 1, got 0\n"

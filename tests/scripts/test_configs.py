@@ -73,7 +73,7 @@ def test_dense_needs_neither_scorer_nor_allocator():
 
 def test_the_smoke_run_composes_with_any_task():
     config = composed("debug=smoke", "task=text", "task.path=x", "budget=99")
-    assert config.task.num_samples == 1 and config.interval == 128 and config.budget == 99
+    assert config.task.num_samples == 1 and config.interval == 64 and config.budget == 99
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

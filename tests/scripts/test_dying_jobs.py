@@ -1,5 +1,6 @@
 """Jobs whose process dies: they alone are lost, and whoever ran beside them is launched again."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,27 +68,32 @@ class Pool:
         early: job that is begun before its turn.
         stop: whether jobs are left out after a failure.
         folders: of the jobs' runs, as far as they get to know it.
+        stillborn: so many times, in a row, a process dies before it begins a job.
     """
 
-    def __init__(self, deadly=(), early=None, stop=False, folders=None):
+    def __init__(self, deadly=(), early=None, stop=False, folders=None, stillborn=0):
         self.deadly, self.early, self.stop, self.folders = deadly, early, stop, folders or {}
+        self.stillborn = stillborn
         self.launched = []
 
     def __call__(self, sweep, jobs, first):
         numbers = list(range(first, first + len(jobs)))
         assert [job for (job,) in jobs] == [f"n={number}" for number in numbers]
         self.launched.append(numbers)
+        if self.stillborn:
+            self.stillborn -= 1
+            raise BrokenProcessPool("A worker was terminated.\nThe exit codes are {SIGKILL(-9)}")
         numbers = sorted(numbers, key=lambda number: number != self.early)
         for start in range(0, len(numbers), 2):
             pair = numbers[start : start + 2]
             for number in pair:
                 if self.stop and sweep.any_failed():
-                    sweep.write(number, "not run")
+                    sweep.leave_out(number)
                 else:
                     sweep.write(number, "running", self.folders.get(number))
             at_work = [number for number in pair if sweep.read(number)["state"] == "running"]
             if set(at_work) & set(self.deadly):
-                raise RuntimeError("A worker was terminated.\nThe exit codes of the workers are {EXIT(3), SIGKILL(-9)}")
+                raise BrokenProcessPool("A worker was terminated.\nThe exit codes are {EXIT(3), SIGKILL(-9)}")
             for number in at_work:
                 sweep.write(number, "done")
         return [f"returned {number}" for number in sorted(numbers)]
@@ -121,11 +128,60 @@ def test_jobs_that_are_begun_out_of_turn_keep_their_numbers(rounds):
     assert pool.launched == [[0, 1, 2, 3, 4, 5], [0], [3], [1, 2], [4, 5]]
 
 
-@pytest.mark.parametrize("deadly, expected", [(0, ["lost", "not run"]), (1, ["done", "lost"])])
-def test_stop_leaves_out_what_is_not_done_when_one_is_lost(rounds, deadly, expected):
-    """Not before: of two that shared a broken pool it is not known which one broke it."""
-    _, states, _ = rounds(Pool(deadly=(deadly,), stop=True), 6)
+@pytest.mark.parametrize("deadly, expected", [(0, ["lost", "lost"]), (1, ["done", "lost"])])
+def test_stop_leaves_out_what_is_not_done_when_one_is_lost(rounds, deadly, expected, tmp_path):
+    """Not before: of two that shared a broken pool it is not known which one broke it. Both of their deaths are told."""
+    _, states, reasons = rounds(Pool(deadly=(deadly,), stop=True, folders={1: str(tmp_path / "run")}), 6)
     assert states == [*expected, *["not run"] * 4]
+    if deadly == 0:
+        assert reasons[1].startswith("its process died while others ran beside it; not tried again because of on_error")
+        assert (tmp_path / "run" / "error.txt").read_text().startswith(reasons[1])
+
+
+def test_a_process_that_dies_before_any_job_began_is_tried_once_more(rounds, capsys):
+    pool = Pool(stillborn=1)
+    assert rounds(pool, 2)[1] == ["done", "done"] and pool.launched == [[0, 1], [0, 1]]
+    assert "a process died before any job had begun: once more" in capsys.readouterr().err
+
+
+def test_after_two_such_deaths_in_a_row_the_launcher_gives_up(rounds):
+    pool = Pool(stillborn=2)
+    with pytest.raises(BrokenProcessPool, match="terminated"):
+        rounds(pool, 2)
+    assert pool.launched == [[0, 1], [0, 1]]
+
+
+def test_a_disk_that_refuses_the_launcher_is_no_death(rounds, capsys):
+    def full(sweep, jobs, first):
+        sweep.write(first, "running")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    _, states, reasons = rounds(full, 1)
+    assert states == ["lost"] and "No space left on device" in reasons[0] and "died" not in reasons[0]
+    err = capsys.readouterr().err
+    assert (
+        "the launcher gave up ([Errno 28] No space left on device) while at work on job 0" in err and "died" not in err
+    )
+
+
+def test_what_a_full_disk_does_not_take_of_a_death_is_kept(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import sweep as states
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sweep = states.SweepFolder(tmp_path)
+    sweep.write(0, "running", str(tmp_path / "run"))
+    monkeypatch.setattr(states, "write_text", full)
+    monkeypatch.setattr(states.RunFolder, "write_error", full)
+    untold = sweep.lose(0, "its process died")
+    assert untold.number == 0 and untold.told == sweep.read(0) and sweep.any_failed()
+    assert sweep.read(0)["state"] == "lost"
+    assert sweep.read(0)["reason"] == (
+        "its process died (error.txt could not be written: [Errno 28] No space left on device); "
+        f"cannot write {tmp_path}/job-00000.json: No space left on device"
+    )
 
 
 def test_a_launcher_that_cannot_begin_is_asked_once(rounds):
@@ -182,7 +238,7 @@ def test_jobs_that_may_still_be_at_work_are_not_launched_again(monkeypatch, tmp_
     monkeypatch.setattr(kvstitch_sweeper, "write_summary", lambda *_: None)
     sweeper = kvstitch_sweeper.TableSweeper(None)
     sweeper.config = OmegaConf.create({"hydra": hydra})
-    sweeper.launcher = SimpleNamespace(launch=lambda jobs, first: pool(sweeper._folder, jobs, first))
+    sweeper.launcher = SimpleNamespace(launch=lambda jobs, first: pool(sweeper._folder, jobs, first) and [])
     monkeypatch.setattr(BasicSweeper, "sweep", lambda self, asked: self.launcher.launch([["n=0"], ["n=1"]], 0))
     with pytest.raises(RunError, match="1 of 2 jobs have no complete result" if again else "the launcher gave up"):
         sweeper.sweep([])

@@ -51,19 +51,27 @@ def test_a_sweep_over_options_is_closed_where_its_output_is(script, arguments):
 
 
 def test_the_spread_over_seeds_is_written_at_the_end(script, arguments):
-    # The dense model has no allocator to set.
-    own = [text for text in arguments if not text.startswith("allocator.")]
-    outcome = script("run", *own, "budget=40", "seed=1,2", "press=topk,dense")
+    drawn = ("mode=generate", "sampling.do_sample=true", "press.compress_prompt=true")
+    outcome = script("run", *arguments, *drawn, "budget=40", "seed=1,2", "press=topk")
     assert outcome.status == 0, outcome.err
     (path,) = Path("runs").glob(".sweeps/*/summary.json")
     assert f"with spread over samples and seeds: {path}" in " ".join(outcome.out.split())
     (section,) = json.loads(path.read_text())["sections"]
-    dense, pressed = section["entries"]
-    assert dense["seeds"] == pressed["seeds"] == [1, 2]
+    (pressed,) = section["entries"]
+    assert pressed["seeds"] == [1, 2]
     each = [json.loads((Path("runs") / folder / "metrics.json").read_text()) for folder in pressed["folders"]]
     assert [run["seeds"] for run in each] == [[1], [2]] and [run["spread_over_seeds"] for run in each] == [None, None]
     seconds = [run["metrics"]["prefill_seconds"]["mean"] for run in each]
     assert pressed["metrics"]["prefill_seconds"]["std_seeds"] == pytest.approx(statistics.stdev(seconds))
+
+
+def test_a_seed_that_changes_nothing_counts_once_in_the_summary(script, arguments):
+    """These records are the same with any seed, and nothing is drawn."""
+    assert script("run", *arguments, "budget=40", "seed=1,2", "press=topk").status == 0
+    (path,) = Path("runs").glob(".sweeps/*/summary.json")
+    (section,) = json.loads(path.read_text())["sections"]
+    (pressed,) = section["entries"]
+    assert pressed["seeds"] == [1] and pressed["metrics"]["kl"]["n"] == 1
 
 
 def test_dense_runs_of_a_grid_over_budgets_are_one_row(script, arguments):

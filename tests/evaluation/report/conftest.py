@@ -20,7 +20,7 @@ def make_run(tmp_path):
         asked=True, metrics=None,
     ):  # fmt: skip
         # `bound` may be how many samples bound, `metrics` are added to those of every sample that was measured.
-        parts = {"_target_": f"press.{press}", "scorer": {"_target_": scorer}, "budget": budget}
+        parts = {"_target_": f"kvstitch.press.{press}", "scorer": {"_target_": scorer}, "budget": budget}
         more = {key.removeprefix("task."): value for key, value in (config or {}).items()}
         config = {
             "budget": budget, "interval": 512, "mode": mode, "seed": seed, "model": {"_target_": "m"},

@@ -94,7 +94,7 @@ def test_variants_are_named_by_what_differs_from_the_class(leave):
     runs, _ = find_runs([leave("SegmentQuota", {"a": 0.2})])
     (row,) = compare(runs, "SegmentQuota")
     assert row.choice == "SegmentQuota(credit=False)"
-    assert named({"_target_": "nowhere.Thing", "x": 1}) == "Thing(x=1)"
+    assert named({"_target_": "nowhere.Thing", "x": 1}) == "nowhere.Thing(x=1)"
 
 
 def test_a_base_that_no_run_has_is_named_with_the_nearest(leave):
@@ -256,3 +256,23 @@ def test_parts_inside_parts_and_empty_options_are_named_by_what_differs():
     bridge = {"_target_": "kvstitch.evaluation.kvpress_rows.KVPressBaseline", "name": "SnapKVPress"}
     assert named(bridge | {"options": {}}) == SNAP
     assert "window_size" in named(bridge | {"options": {"window_size": 32}})
+
+
+def test_seeds_that_change_nothing_count_once(leave):
+    """Both runs of a second seed repeat the first's; where one of them differs, there is something new."""
+    for seed in (1, 2):
+        leave("GlobalTopK", {"a": 0.1, "b": 0.3}, press="ams", seed=seed)
+        folder = leave("SegmentQuota", {"a": 0.2, "b": 0.6}, seed=seed)
+    (row,) = compare(find_runs([folder])[0], "GlobalTopK")
+    assert row.n == 2 and math.isclose(row.error, 0.1)
+    leave("GlobalTopK", {"a": 0.1, "b": 0.4}, press="ams", seed=3)
+    (row,) = compare(find_runs([leave("SegmentQuota", {"a": 0.2, "b": 0.6}, seed=3)])[0], "GlobalTopK")
+    assert row.n == 4
+
+
+def test_mass_recall_is_compared_over_the_same_tokens_only(make_run):
+    figures = lambda compared: {"mass_recall": 0.5, "compared_tokens": compared}
+    make_run(press="ams", allocator=f"{ALLOCATORS}.GlobalTopK", metrics=figures(63))
+    folder = make_run(allocator=f"{ALLOCATORS}.SegmentQuota", metrics=figures(511)).parent
+    with pytest.raises(RunError, match="shares no sample or compared token"):
+        compare(find_runs([folder])[0], "GlobalTopK", metric="mass_recall")

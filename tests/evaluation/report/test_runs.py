@@ -1,11 +1,15 @@
 """Runs are found, sorted, and shards put together to what the undivided run would be."""
 
+import json
+import os
+import shutil
 import statistics
 
 import pytest
 
 from kvstitch.evaluation.records import write_text
 from kvstitch.evaluation.report import find_runs, sections_of
+from kvstitch.evaluation.report.tables import markdown, summary_json
 
 
 def test_finished_runs_are_found_and_others_named(make_run):
@@ -159,3 +163,98 @@ def test_failed_samples_count_in_no_figure(make_run):
 def test_budgets_are_numbers_on_the_axis(make_run, budget, number):
     (section,) = sections_of(find_runs([make_run(press="topk", budget=budget)])[0])
     assert section.budgets[0][0] == number
+
+
+@pytest.fixture
+def same_for_all_seeds(make_run):
+    """`same_for_all_seeds(seed, …)` -> a run whose samples and values are those of seed 1, as in a replay of texts that are not
+    drawn; only what was measured is its own."""
+
+    def make(seed, change=None, **names):
+        folder, first = make_run(seed=seed, **names), make_run(seed=1, budget=1000, **names)
+        records = [json.loads(line) for line in (first / "predictions.jsonl").read_text().splitlines()]
+        for record in records:
+            record["metrics"] |= {"prefill_seconds": float(seed), "dense_reused": float(seed > 1)}
+            record["metrics"] |= {"peak_process_bytes": seed, "decode_tokens_per_second": float(seed)}
+            record["metrics"] |= change or {}
+        write_text(folder / "predictions.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        shutil.rmtree(first)
+        return folder
+
+    return make
+
+
+def test_seeds_that_change_nothing_count_once_and_are_named(same_for_all_seeds):
+    one, two, three = (same_for_all_seeds(seed) for seed in (1, 2, 3))
+    (section,) = sections_of(find_runs([one, two, three])[0])
+    (alone,) = sections_of(find_runs([one])[0])
+    (entry,) = section.entries
+    assert entry.value("kl") == alone.entries[0].value("kl")
+    assert (entry.value("kl").n, entry.value("kl").seeds, entry.value("kl").seeds_std) == (4, 1, None)
+    line = (
+        "ams tova segment_quota, 256 tokens: seeds 1, 2 and 3 gave the same samples and the same values; counted once"
+    )
+    assert line in markdown([section]) and "counted once" not in markdown([alone])
+    (found,) = json.loads(summary_json([section]))["sections"][0]["entries"]
+    assert (found["seeds"], found["folders"], found["samples"]) == ([1], [one.name], 4)
+    assert found["repeats"] == [
+        {"seed": seed, "folder": folder.name, "same_as": one.name} for seed, folder in ((2, two), (3, three))
+    ]
+
+
+def test_seeds_of_the_task_alone_are_named_as_such(same_for_all_seeds):
+    folders = [same_for_all_seeds(seed, config={"task.seed": seed + 6}) for seed in (1, 2)]
+    for folder in folders:
+        config = json.loads((folder / "config.yaml").read_text())
+        write_text(folder / "config.yaml", json.dumps(config | {"seed": 7}))
+    (section,) = sections_of(find_runs(folders)[0])
+    assert "seeds 7 and 7 (task.seed=8) gave the same samples" in markdown([section])
+
+
+def test_a_seed_that_changes_any_value_counts(same_for_all_seeds):
+    folders = [same_for_all_seeds(1), same_for_all_seeds(2, {"kl": 0.25})]
+    (section,) = sections_of(find_runs(folders)[0])
+    assert section.entries[0].value("accuracy").n == 8 and "counted once" not in markdown([section])
+
+
+def test_a_copied_folder_is_named_and_counts_once(make_run, tmp_path):
+    folder = make_run()
+    copy = tmp_path / "copies" / "other"
+    shutil.copytree(folder, copy)
+    runs, (problem,) = find_runs([folder.parent, copy])
+    assert [run.path for run in runs] == [folder] and problem.path == copy
+    assert problem.reason == f"a copy of {folder}: it has the same configuration, which counts once"
+    assert f"- a copy of {folder}: it has the same configuration, which counts once: `other`" in markdown(
+        sections_of(runs), [problem]
+    )
+
+
+def test_of_copies_the_one_with_fewer_failures_counts(make_run, tmp_path):
+    folder = make_run(failed=("s0",))
+    shutil.move(folder, tmp_path / "first")
+    again = make_run()
+    runs, (problem,) = find_runs([tmp_path / "first", again])
+    assert [run.path for run in runs] == [again] and problem.path == tmp_path / "first"
+
+
+def test_a_folder_given_twice_is_no_copy(make_run, tmp_path, monkeypatch):
+    folder = make_run()
+    monkeypatch.chdir(tmp_path)
+    runs, problems = find_runs([folder, folder.parent, folder.relative_to(tmp_path)])
+    assert [run.path for run in runs] == [folder] and not problems
+    os.symlink(folder, tmp_path / "link")
+    assert find_runs([folder, tmp_path / "link"])[1] == []
+
+
+def test_shards_beside_the_undivided_run_or_twice_are_named(make_run, tmp_path):
+    shards = [make_run(shard=index, num_shards=2) for index in range(2)]
+    shutil.copytree(shards[1], tmp_path / "copies" / "other")
+    (merged,), (problem,) = find_runs([*shards, tmp_path / "copies"])
+    assert len(merged.records) == 4 and problem.path.name == "other"
+    assert problem.reason.startswith(f"a copy of {shards[1]}: ")
+    whole = make_run()
+    (run,), problems = find_runs([*shards, whole])
+    assert run.path == whole and [problem.path for problem in problems] == shards
+    assert {problem.reason for problem in problems} == {
+        f"a copy of {whole}: it has the same configuration, which counts once"
+    }
