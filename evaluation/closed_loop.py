@@ -142,6 +142,4 @@ def _speed(run: RetrievalRun, pressed: Stream, count: int) -> float | None:
     """Decoded tokens a second at the end of the trace, without the building of indices."""
     if not count:
         return None
-    before = run.event_seconds
-    seconds = pressed.time_steps(count)
-    return count / (seconds - (run.event_seconds - before))
+    return count / pressed.time_steps(count, lambda: run.event_seconds)

@@ -164,9 +164,7 @@ class _LockStep:
         """Decoded tokens a second at the end of the trace; events that fall among them are not counted here."""
         speed = None
         if count and self._run is not None:
-            before = self._run.event_seconds
-            seconds = self._pressed.time_steps(count)
-            speed = count / (seconds - (self._run.event_seconds - before))
+            speed = count / self._pressed.time_steps(count, lambda: self._run.event_seconds)
         self.dense.speed(count)
         return {"decode_tokens_per_second": speed}
 

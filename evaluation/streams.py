@@ -3,7 +3,7 @@
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -130,16 +130,22 @@ class Stream:
             self.feed([token])
 
     @torch.no_grad()
-    def time_steps(self, count: int) -> float:
-        """Seconds of `count` greedy single-token forwards, after one that is not timed; nothing is read back in between."""
+    def time_steps(self, count: int, left_out: Callable[[], float] = float) -> float:
+        """Seconds of `count` greedy single-token forwards, after one that is not timed; nothing is read back in between.
+
+        Args:
+            count: at least 1.
+            left_out: seconds so far of what does not count, such as events; what it grows by in those forwards is taken off.
+        """
         token = self._last.argmax().view(1, 1)
-        start = 0.0
+        start = before = 0.0
         for step in range(count + 1):
             if step == 1:
-                start = now(self.model.device)
+                # An event may fall into the forward that is not timed.
+                start, before = now(self.model.device), left_out()
             logits = self.model(input_ids=token, past_key_values=self.cache, use_cache=True).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
-        return now(self.model.device) - start
+        return now(self.model.device) - start - (left_out() - before)
 
     @contextmanager
     def branch(self, shared: object) -> Iterator["Stream"]:
