@@ -273,10 +273,13 @@ needs_joblib = pytest.mark.skipif(
     importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None,
     reason="the joblib launcher is not installed",
 )
+# Its presses are the jobs that go on.
+needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 
 
 @pytest.mark.timeout(900)
 @needs_joblib
+@needs_kvpress
 def test_a_dying_job_costs_the_others_nothing(start, tmp_path):
     targets = "presses_that_die.dying,kvpress.KnormPress,presses_that_die.raising,kvpress.LagKVPress"
     for _ in range(2):
@@ -303,6 +306,7 @@ def test_a_dying_job_costs_the_others_nothing(start, tmp_path):
 
 @pytest.mark.timeout(600)
 @needs_joblib
+@needs_kvpress
 def test_an_interrupted_sweep_stops_at_once(start, tmp_path):
     process = start("scorer.press._target_=presses_that_die.hanging,presses_that_die.hanging_too,kvpress.KnormPress")
     try:
@@ -320,6 +324,7 @@ def test_an_interrupted_sweep_stops_at_once(start, tmp_path):
     assert out.count("lost: interrupted while at work") == 2 and "out of memory" not in out
 
 
+@needs_kvpress
 def test_a_job_that_exits_is_a_failure_and_the_others_go_on(script, tiny_arguments):
     arguments = ("-m", *tiny_arguments, "task.num_samples=1", "scorer=kvpress", "on_error=continue")
     outcome = script("run", *arguments, "scorer.press._target_=sys.exit,kvpress.KnormPress")
