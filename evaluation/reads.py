@@ -87,7 +87,7 @@ def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
     Returns:
         `events`, indices built or renewed; `observe_seconds`; `index_seconds` after the prompt, of which `exposed_seconds`
         were waiting for `background_seconds` of work (processor time); `index_bytes` and their `index_share` of the bytes of
-        keys and values; `modularity`, `resolution` and `communities`, means over graphs, where there are any, and
+        the keys and values in use; `modularity`, `resolution` and `communities`, means over graphs, where there are any, and
         `graph_tokens`, the length of the sequence when they were made.
     """
     events = run.events
@@ -99,7 +99,7 @@ def index_metrics(run: RetrievalRun) -> dict[str, float | None]:
         "background_seconds": sum(event.busy_seconds for event in events),
         "exposed_seconds": sum(event.exposed_seconds for event in events),
         "index_bytes": run.index_bytes,
-        "index_share": run.index_bytes / run.stored_bytes if run.stored_bytes else None,
+        "index_share": run.index_share,
     }
     for name, detail in (("modularity", "modularity"), ("resolution", "resolution"), ("communities", "num_leiden")):
         shown = [layer.details[detail].double() for layer in layers if detail in layer.details]

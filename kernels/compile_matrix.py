@@ -120,7 +120,7 @@ def _launchers(dtype: torch.dtype, head_dim: int, quick: bool) -> Iterator[tuple
         yield "decode, all options", decode(32, 50.0, new(_QUERY_HEADS))
         yield from _uneven_group(dtype, head_dim)
 
-    aligned = [key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int64)]
+    aligned = [key, new(_BATCH, _HEADS, _LENGTH, dtype=torch.int32)]
     yield "rows", lambda: compact_triton(aligned, slots, [None, -1])
     kept = [new(*slots.shape, *x.shape[3:], dtype=x.dtype) for x in aligned]
     yield "rows, new storage", lambda: compact_triton(aligned, slots, [0, -1], kept)

@@ -116,7 +116,8 @@ class StitchLayer(CacheLayerMixin):
         self._storage = {
             "keys": key_states.new_empty(batch, heads, 0, key_states.shape[-1]),
             "values": value_states.new_empty(batch, heads, 0, value_states.shape[-1]),
-            "positions": torch.empty(batch, heads, 0, dtype=torch.int64, device=self.device),
+            # Half of the bytes of int64, and these count beside a cache of half precision.
+            "positions": torch.empty(batch, heads, 0, dtype=torch.int32, device=self.device),
         }
         self.is_initialized = True
 
@@ -198,7 +199,7 @@ class StitchLayer(CacheLayerMixin):
         self._drop_index()
         removed = self.seen_tokens - target
         if self._row_padding is not None:
-            self._row_padding = self._row_padding - (self.positions[:, 0, -removed:] < 0).sum(dim=-1)
+            self._row_padding = self._row_padding - (self.stored_positions[:, 0, -removed:] < 0).sum(dim=-1)
         self.length -= removed
         self.seen_tokens = target
         self.request.counted_from = min(self.request.counted_from, target)
@@ -235,7 +236,12 @@ class StitchLayer(CacheLayerMixin):
 
     @property
     def positions(self) -> Tensor:
-        """`[B, H, length]` int64 RoPE position of each slot, -1 where it is empty."""
+        """`[B, H, length]` int64 RoPE position of each slot, -1 where it is empty: a copy, which no decode step needs."""
+        return self.stored_positions.long()
+
+    @property
+    def stored_positions(self) -> Tensor:
+        """`positions` as they are stored: int32, a view."""
         return self._storage["positions"][:, :, : self.length]
 
     @property
@@ -270,7 +276,7 @@ class StitchLayer(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         per_slot = sum(tensor.shape[-1] * tensor.element_size() for tensor in (self.keys, self.values))
-        return int((self.positions >= 0).sum()) * per_slot
+        return int((self.stored_positions >= 0).sum()) * per_slot
 
     def view(self, scaling: float, rotary: Rotary | None, layer_idx: int, num_layers: int) -> LayerView:
         """What scorers and allocators may see of this layer now."""
@@ -292,12 +298,12 @@ class StitchLayer(CacheLayerMixin):
 
     def row_tokens(self) -> Tensor:
         """`[B]` int64 tokens that each row has seen, padding excluded."""
-        seen = torch.full((self.positions.shape[0],), self.seen_tokens, device=self.device)
+        seen = torch.full((self.keys.shape[0],), self.seen_tokens, device=self.device)
         return seen if self._row_padding is None else seen - self._row_padding
 
     def next_position(self) -> Tensor:
         """`[B]` int64 RoPE position of the token that comes next, if positions go on as they came."""
-        stored = self.positions.amax(dim=(1, 2)) + 1
+        stored = self.stored_positions.amax(dim=(1, 2)).long() + 1
         return stored if self._next_kept is None else torch.maximum(stored, self._next_kept)
 
     def keep(self, slots: Tensor, state: dict[str, Tensor] | None = None, hidden: Tensor | None = None) -> None:

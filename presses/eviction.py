@@ -190,9 +190,8 @@ class EvictionRun(Run):
             start, before = time.perf_counter(), layer.length
             layer.keep(selection.slots, selection.state, selection.hidden)
             seconds = shared_seconds + time.perf_counter() - start
-            positions = layer.positions.clone() if self.press.record_events or self.press.on_event else layer.positions
             events.append(
-                LayerEvent(index, before, layer.length, selection.slots, positions, selection.details, seconds)
+                LayerEvent(index, before, layer.length, selection.slots, layer.positions, selection.details, seconds)
             )
         return events
 
@@ -233,9 +232,9 @@ def _check_slots(allocator: EvictingAllocator, slots: Tensor, length: int) -> No
 
 def _held(layers: list[StitchLayer]) -> Tensor:
     """`[L, B]` slots that each row holds in the fullest head of each layer, empty ones left out; on the CPU."""
-    if layers[0].positions.shape[0] == 1 and not any(layer.has_empty for layer in layers):
+    if layers[0].keys.shape[0] == 1 and not any(layer.has_empty for layer in layers):
         return torch.tensor([[layer.length] for layer in layers])
-    counts = [(layer.positions >= 0).sum(dim=-1).amax(dim=1) for layer in layers]
+    counts = [(layer.stored_positions >= 0).sum(dim=-1).amax(dim=1) for layer in layers]
     return torch.stack(counts).cpu()
 
 

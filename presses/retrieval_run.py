@@ -66,8 +66,14 @@ class RetrievalRun(Run):
         """Bytes held beside keys and values: indices, edges that are kept, and the positions of the slots."""
         layers = [self._cache.layers[index] for index in self._indexed] if self._cache is not None else []
         states = [layer.index for layer in layers if layer.index is not None]
-        positions = sum(layer.positions.untyped_storage().nbytes() for layer in layers if layer.is_initialized)
+        positions = sum(layer.stored_positions.untyped_storage().nbytes() for layer in layers if layer.is_initialized)
         return positions + sum(state.index.stored_bytes for state in states)
+
+    @property
+    def index_share(self) -> float | None:
+        """`index_bytes` over the bytes of the keys and values in use, room for growth left out; None for an empty cache."""
+        used = sum(part.nbytes for layer in self._layers() if layer.length for part in (layer.keys, layer.values))
+        return self.index_bytes / used if used else None
 
     @property
     def _slot_bytes(self) -> int | None:
@@ -251,7 +257,7 @@ class RetrievalRun(Run):
         state = layer.index
         if state is None or not state.built:
             return super().decode(index, layer, query, scaling, extras)
-        step = DecodeStep(query, layer.keys, layer.values, layer.positions, layer.request.has_padding)
+        step = DecodeStep(query, layer.keys, layer.values, layer.stored_positions, layer.request.has_padding)
         reads = state.index.select(step)
         top_k = state.index.update_top_k
         result = attend(query, layer.keys, layer.values, reads, scaling, top_k, self.press.num_sinks, **extras)
@@ -268,8 +274,9 @@ class RetrievalRun(Run):
 
 
 def _read_event(index: int, layer: StitchLayer, reads: Reads, mass: Tensor | None) -> ReadEvent:
-    heads = layer.positions.shape[1]
-    by_selection = layer.positions.repeat_interleave(reads.slots.shape[1] // heads, dim=1)
+    held = layer.positions
+    heads = held.shape[1]
+    by_selection = held.repeat_interleave(reads.slots.shape[1] // heads, dim=1)
     positions = by_selection.gather(-1, reads.slots.clamp(min=0)).masked_fill(reads.slots < 0, -1)
     index_reads = reads.index_rows, reads.index_bytes
     return ReadEvent(index, layer.seen_tokens, heads, positions, *index_reads, reads.key_rows, mass)

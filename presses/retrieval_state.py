@@ -52,7 +52,7 @@ class IndexedLayer:
         if not self._is_permuted:
             return
         self._note_padding(layer)
-        order = torch.sort(layer.positions, dim=-1, stable=True).indices
+        order = torch.sort(layer.stored_positions, dim=-1, stable=True).indices
         if self._came_empty is not None:
             # Sorted, padding is in front; the columns in which it came are listed first, too.
             columns = torch.sort((~self._came_empty).byte(), dim=-1, stable=True).indices
@@ -63,6 +63,6 @@ class IndexedLayer:
         """Takes in what came since the last time, which no order has moved yet; padding is the same in all heads."""
         if not layer.has_empty:
             return
-        empty = layer.positions[:, 0] < 0
+        empty = layer.stored_positions[:, 0] < 0
         known = self._came_empty
         self._came_empty = empty if known is None else torch.cat((known, empty[:, known.shape[1] :]), dim=-1)

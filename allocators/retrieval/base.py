@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jaxtyping import Float, Float32, Int, Int64
+from jaxtyping import Float, Float32, Int, Int32, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.background import Background
@@ -67,14 +67,14 @@ class DecodeStep:
         query: `[B, Q, 1, D]` after RoPE; head `h * G + g` reads kv head `h`.
         keys: `[B, H, T, D]`.
         values: `[B, H, T, D]`.
-        positions: `[B, H, T]` int64, -1 where a slot is empty.
+        positions: `[B, H, T]` int32, -1 where a slot is empty.
         has_padding: whether any row's current token may be padding.
     """
 
     query: Float[Tensor, "B Q 1 D"]
     keys: Float[Tensor, "B H T D"]
     values: Float[Tensor, "B H T D"]
-    positions: Int64[Tensor, "B H T"]
+    positions: Int32[Tensor, "B H T"]
     has_padding: bool = False
 
     @property

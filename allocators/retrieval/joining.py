@@ -18,6 +18,7 @@ class JoiningGrowth(Growth):
         store = index.store
         index.list_member(labels, joins)
         one = torch.ones_like(labels) if joins is None else joins[..., None].expand_as(labels).long()
+        one = one.to(store.counts.dtype)
         store.counts.scatter_add_(-1, labels, one)
         store.bias.scatter_(-1, labels, torch.where(store.counts.gather(-1, labels) > 0, 0.0, -torch.inf))
         return one

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float32, Int, Int64
+from jaxtyping import Bool, Float32, Int, Int32, Int64
 from torch import Tensor
 
 from kvstitch.allocators.retrieval.base import DecodeStep, LayerFrame, LayerIndex, ReadPlan, Reads, Rest
@@ -152,7 +152,7 @@ class RegionIndex(LayerIndex):
 
     def _labels_of_ranges(self, length: int) -> Int64[Tensor, "B U T"]:
         """By place, where ranges stand one after another in the order of columns; then by slot."""
-        starts, sizes = self.store.starts, self.store.sizes
+        starts, sizes = self.store.starts.long(), self.store.sizes.long()
         place = torch.arange(length, device=starts.device).expand(*starts.shape[:2], length).contiguous()
         label = torch.searchsorted((starts + sizes).contiguous(), place, right=True)
         at = label.clamp(max=self.store.num - 1)
@@ -266,8 +266,8 @@ class RegionIndex(LayerIndex):
         if self._members is not None:
             # The listed members come first in a region's columns; they are written over what the range gives there.
             starts = starts - (counts - self._of(self.store.sizes, best))
-        if self._unit_steps is None or self._unit_steps.shape != (*best.shape[:2], width + 1):
-            self._unit_steps = unit_steps(*best.shape[:2], width, best.device)
+        if self._unit_steps is None or len(self._unit_steps) != width + 1:
+            self._unit_steps = unit_steps(width, best.device)
         slots = expand_ranges(starts, counts, ends, self._unit_steps)
         if self._order is not None:
             self.reserve(step.length)
@@ -308,7 +308,7 @@ class RegionIndex(LayerIndex):
     def _left_of_shortlist(self, chosen: Tensor, best: Tensor) -> Tensor:
         retrieved = chosen[..., -self._buffer.width :]
         labels = self._expanded(self.labels, chosen).gather(-1, retrieved.clamp(min=0)).long().clamp_(min=0)
-        counts = self._expanded(self.store.counts, chosen).clone()
+        counts = self._expanded(self.store.counts, chosen).to(torch.int64, copy=True)
         return counts.scatter_add_(-1, labels, -(retrieved >= 0).long()).gather(-1, best)
 
     def _rest(self, best: Tensor, top: Tensor, left: Tensor, scores: Tensor) -> Rest:
@@ -368,8 +368,8 @@ class RegionIndex(LayerIndex):
     def describe(self) -> dict[str, Tensor]:
         return {} if self.store is None else {"sizes": self.store.counts.clone()}
 
-    def _of(self, x: Int64[Tensor, "B U C"], columns: Int64[Tensor, "B S K"]) -> Int64[Tensor, "B S K"]:
-        return self._expanded(x, columns).gather(-1, columns)
+    def _of(self, x: Int32[Tensor, "B U C"], columns: Int64[Tensor, "B S K"]) -> Int64[Tensor, "B S K"]:
+        return self._expanded(x, columns).gather(-1, columns).long()
 
     @staticmethod
     def _expanded(x: Tensor, like: Tensor) -> Tensor:

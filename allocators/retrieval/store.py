@@ -21,8 +21,8 @@ class RegionStore:
     does whoever scores only some (`by_row`).
 
     Attributes: views of the columns in use, C = `num`.
-        starts, sizes: `[B, U, C]` int64, the range in which the members lie.
-        counts: `[B, U, C]` int64, all members that may be read: `sizes`, and those that are listed elsewhere; the same
+        starts, sizes: `[B, U, C]` int32, the range in which the members lie.
+        counts: `[B, U, C]` int32, all members that may be read: `sizes`, and those that are listed elsewhere; the same
             tensor as `sizes` if none ever is.
         bias: `[B, U, C]` 0, or -inf where there is no member.
         vectors: `[B, U, E, C]` representatives, E = D for centroids, 2 D for bounds (largest, smallest); float32, or the
@@ -47,9 +47,9 @@ class RegionStore:
     ):
         self.num = layout.starts.shape[-1]
         bias = torch.zeros(layout.sizes.shape, device=layout.sizes.device).masked_fill_(layout.sizes == 0, -torch.inf)
-        self._tensors = {"starts": layout.starts, "sizes": layout.sizes, "bias": bias}
+        self._tensors = {"starts": layout.starts.int(), "sizes": layout.sizes.int(), "bias": bias}
         if has_listed:
-            self._tensors["counts"] = layout.sizes.clone()
+            self._tensors["counts"] = layout.sizes.int()
         self._by_dimension = rows.device.type == "cpu" and not by_row
         self._tensors["vectors"] = rows.transpose(2, 3).contiguous() if self._by_dimension else rows.contiguous()
         if values is not None:

@@ -76,15 +76,14 @@ class RegionTree:
         return ids
 
     def _children(self, level: Level, ids: Tensor, up: int) -> Tensor:
-        batch, selections = ids.shape[:2]
-        width, group = self._width(up), selections // level.first.shape[1]
+        width, group = self._width(up), ids.shape[1] // level.first.shape[1]
         limits = self._limits // BRANCHING**up + BRANCHING
         first, count, limit = (x.repeat_interleave(group, dim=1) for x in (level.first, level.count, limits))
         at = ids.clamp(min=0)
         first, count = first.gather(-1, at), count.gather(-1, at).masked_fill(ids < 0, 0)
         ends = count.cumsum(-1)
-        if up not in self._steps or self._steps[up].shape != (batch, selections, width + 1):
-            self._steps[up] = unit_steps(batch, selections, width, ids.device)
+        if up not in self._steps or len(self._steps[up]) != width + 1:
+            self._steps[up] = unit_steps(width, ids.device)
         children = expand_ranges(first, count, ends, self._steps[up])[..., :width]
         listed = torch.arange(width, device=ids.device) < torch.minimum(ends[..., -1:], limit)
         return children.masked_fill(~listed, -1)
@@ -121,7 +120,9 @@ class RegionTree:
         # The last one may still gain members.
         while store.num - self._num_parented > BRANCHING:
             children = slice(self._num_parented, self._num_parented + BRANCHING)
-            self._levels[0].append(store.vector_rows[:, :, children], store.counts[..., children], children.start)
+            self._levels[0].append(
+                store.vector_rows[:, :, children], store.counts[..., children].long(), children.start
+            )
             self._num_parented = children.stop
             for lower, upper in zip(self._levels, self._levels[1:]):
                 self._adopt(lower, upper)
@@ -140,7 +141,7 @@ class RegionTree:
     def _raise(self, store: RegionStore) -> None:
         """A level above the top, over those of the top's nodes that were there when it was made."""
         if not self._levels:
-            rows, tokens = store.vector_rows[:, :, : store.num], store.counts
+            rows, tokens = store.vector_rows[:, :, : store.num], store.counts.long()
         else:
             top = self._levels[-1]
             rows, tokens = top.rows[:, :, : top.parented], top.tokens[..., : top.parented]

@@ -175,7 +175,7 @@ def _measure(setting: DecodeSetting, contestant: str) -> dict[str, Any]:
         if contestant == "ams":
             event_sec = _recurring_event(setting, run, cache)
         if isinstance(press, RetrievalPress):
-            index_share = round(run.index_bytes / run.stored_bytes, 4)
+            index_share = round(run.index_share, 4)
     per_token = step_sec + event_sec / setting.interval
     figures = {
         "tokens_per_sec": round(1 / per_token, 2),

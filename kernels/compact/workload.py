@@ -33,7 +33,7 @@ class CompactWorkload:
         return {
             "keys": new(),
             "values": new(),
-            "positions": torch.arange(self.length, device=device).expand(cache[:3]).contiguous(),
+            "positions": torch.arange(self.length, device=device, dtype=torch.int32).expand(cache[:3]).contiguous(),
             "slots": order[..., : self.kept].sort(dim=-1).values,
         }
 

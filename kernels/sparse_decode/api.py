@@ -101,6 +101,6 @@ def expand_ranges(
     """
     lengths = lengths.long()
     ends = lengths.cumsum(dim=-1)
-    steps = ranges.unit_steps(*starts.shape[:2], width, starts.device)
+    steps = ranges.unit_steps(width, starts.device)
     slots = ranges.expand_ranges(starts.long(), lengths, ends, steps)[..., :width]
     return slots.masked_fill(torch.arange(width, device=starts.device) >= ends[..., -1:], -1)

@@ -110,7 +110,8 @@ def test_every_contestant_decodes(rows):
         assert row["tokens_per_sec"] == pytest.approx(1e3 / row["step_ms"], rel=0.01)
         assert row["speedup"] == pytest.approx(dense / row["step_ms"], abs=0.01)
     by_name = {row["contestant"]: row for row in decoded}
-    assert by_name["per_head"]["index_share"] == pytest.approx(2 * by_name["query_group"]["index_share"], rel=0.05)
+    # Regions of two query heads, and beside them the order of each: the storage can follow one order alone.
+    assert 2 < by_name["per_head"]["index_share"] / by_name["query_group"]["index_share"] < 2.6
     assert by_name["ams"]["event_ms"] > 0 and by_name["dense"]["event_ms"] is None
     assert all(row["peak_gib"] is None and row["peak_increase"] is None for row in decoded)
 

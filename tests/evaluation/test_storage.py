@@ -57,7 +57,7 @@ def test_auxiliary_bytes_are_those_beside_keys_and_values(tiny, make_press):
     with make_press()(tiny.model) as run:
         pressed = Stream(tiny.model)
         pressed.prefill([5] * 30)
-        positions = sum(layer.positions.untyped_storage().nbytes() for layer in run.layers.values())
+        positions = sum(layer.stored_positions.untyped_storage().nbytes() for layer in run.layers.values())
         held = auxiliary_bytes(pressed.cache)
         assert positions <= held < positions + 4096
         # A look changes nothing, and nothing is counted twice.

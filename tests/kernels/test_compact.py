@@ -30,7 +30,7 @@ def cache(batch, heads, length, dtype, dim):
     numbers = torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
     positions = torch.arange(length).expand(batch, heads, length).contiguous()
     state = torch.randn(batch, heads, length, 2, 3, generator=generator)
-    return [numbers, numbers * 2, positions, state], [None, 0.0, -1, None]
+    return [numbers, numbers * 2, positions, positions.int(), state], [None, 0.0, -1, -1, None]
 
 
 @pytest.mark.parametrize("dtype, dim", [(torch.float32, 16), (torch.bfloat16, 20), (torch.float16, 1)])

@@ -13,7 +13,7 @@ def draw(*shape, high, seed=0):
 @pytest.mark.parametrize("width", [1, 7, 40])
 def test_ranges_one_after_another(width):
     starts, sizes = draw(2, 3, 9, high=500), draw(2, 3, 9, high=6, seed=1)
-    out = expand_ranges(starts, sizes, sizes.cumsum(-1), unit_steps(2, 3, width, starts.device))
+    out = expand_ranges(starts, sizes, sizes.cumsum(-1), unit_steps(width, starts.device))
     assert out.shape == (2, 3, width + 1)
     for row in range(2):
         for unit in range(3):
@@ -24,5 +24,5 @@ def test_ranges_one_after_another(width):
 
 def test_empty_ranges_between_others_by_hand():
     starts, sizes = torch.tensor([[[9, 50, 3, 70]]]), torch.tensor([[[2, 0, 3, 0]]])
-    out = expand_ranges(starts, sizes, sizes.cumsum(-1), unit_steps(1, 1, 5, starts.device))
+    out = expand_ranges(starts, sizes, sizes.cumsum(-1), unit_steps(5, starts.device))
     assert out[0, 0, :5].tolist() == [9, 10, 3, 4, 5]

@@ -275,8 +275,11 @@ def test_what_is_held_beside_the_cache_is_counted(llama, random_tokens, press):
         generate(llama, random_tokens(1, 40), tokens=8)
     assert run.stored_tokens == [47] * 4
     held = sum(layer.index.index.stored_bytes for layer in run._cache.layers)
-    positions = sum(layer.positions.untyped_storage().nbytes() for layer in run._cache.layers)
+    positions = sum(layer.stored_positions.untyped_storage().nbytes() for layer in run._cache.layers)
     assert held > 0 and run.index_bytes == held + positions
+    in_use = sum(layer.length * 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4 for layer in run._cache.layers)
+    assert run.index_share == run.index_bytes / in_use
+    assert run.positions(0).dtype == torch.int64
 
 
 def test_a_scorer_can_order_the_members(llama, random_tokens, key_hash):

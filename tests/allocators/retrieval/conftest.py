@@ -74,7 +74,7 @@ class Layer:
 
     def step(self):
         query = self.queries[:, :, self.length - 1 : self.length]
-        return DecodeStep(query, self._take(self.all_keys), self._take(self.all_values), self.positions)
+        return DecodeStep(query, self._take(self.all_keys), self._take(self.all_values), self.positions.int())
 
     def key(self, row, head, position):
         return self.all_keys[row, head, self._column(row, position)].double()

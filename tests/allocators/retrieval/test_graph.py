@@ -157,7 +157,7 @@ def test_edges_of_decoded_tokens_join_those_of_the_prompt():
     query, keys, positions = layer(length=30)
     store = EdgeStore(2, 0, "query_group")
     new = NewEdges(4, torch.zeros(1, 2, 2))
-    step = DecodeStep(query[:, :, -1:], keys, keys, positions)
+    step = DecodeStep(query[:, :, -1:], keys, keys, positions.int())
     slots = torch.tensor([[[5, -1], [29, 0]]], dtype=torch.int32)
     new.append(step, torch.tensor([[[0.5, 0.0], [0.3, 0.2]]]), slots)
     new.move_to(store)
