@@ -172,12 +172,14 @@ def run_evaluation(
 
     Raises:
         RunError: an undivided task gave no sample.
+        OSError, ValueError: files of the task that cannot be used, before the model is loaded.
         KeyboardInterrupt: what was finished stays recorded.
     """
     finished = folder.read_json(METRICS)
     if finished is not None:
         return finished
     records = folder.read_records()
+    evaluation.task.check_source()
     loaded = load_model()
     _seed_everything(evaluation.seed)
     progress.start(evaluation.num_samples, records)

@@ -76,11 +76,14 @@ class BabiLong(Records):
                 rng = random.Random(f"babilong:{self.seed}:{path.stem}:{line}")
                 yield where, name, self._mixed(rng, story, labels, book, tokenizer)
 
-    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+    def stored(self) -> Iterator[Found]:
         """See `Records.stored`; the stories alone, without the book around them."""
-        return (
-            ("", "", story if isinstance(story, BadRecord) else {}) for _, story in stories(existing(Path(self.path)))
-        )
+        path = existing(Path(self.path))
+        for line, story in stories(path):
+            alone = story
+            if isinstance(story, Story):
+                alone = {"context": "", "question": story.question, "outputs": [story.answer], "meta": {}}
+            yield f"{path}:{line}", f"{path.stem}-{line:06d}", alone
 
     def _mixed(
         self, rng: random.Random, story: Story, labels: list[str], book: list[str], tokenizer: PreTrainedTokenizerBase

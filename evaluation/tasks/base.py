@@ -107,6 +107,15 @@ class Task(ABC):
             ValueError: a sample with its longest question and answer exceeds `max_positions`, or cannot be made.
         """
 
+    def check_source(self) -> None:
+        """Refuse files that cannot be used, as far as that shows without the model, which then need not be loaded.
+
+        Raises:
+            OSError: no such file, or a folder.
+            ValueError: what it holds cannot become samples.
+        """
+        return None
+
     def require_positions(self, option: str, max_positions: int) -> None:
         """Refuse a size that the model cannot hold before a text of it is made, which may take minutes.
 

@@ -110,7 +110,8 @@ class JsonLines(MappedRecords):
 
     path: str
 
-    def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
+    def stored(self) -> Iterator[Found]:
+        """See `Records.stored`."""
         return file_records(Path(self.path))
 
     def _source(self) -> str:
@@ -135,7 +136,8 @@ class Hub(MappedRecords):
     revision: str | None = None
     path: str | None = None
 
-    def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
+    def stored(self) -> Iterator[Found]:
+        """See `Records.stored`."""
         if self.path is not None:
             yield from file_records(Path(self.path))
             return

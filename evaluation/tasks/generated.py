@@ -166,7 +166,7 @@ class Generated(Records):
         Raises:
             ValueError: moreover, a size that exceeds `max_positions`.
         """
-        for option in self.sizes if self.stored(tokenizer) is None else ():
+        for option in self.sizes if self.stored() is None else ():
             self.require_positions(option, max_positions)
         yield from super().samples(tokenizer, max_positions)
 
@@ -176,7 +176,7 @@ class Generated(Records):
             rng = random.Random(f"{self.label}:{self.seed}:{index}")
             yield f"{self.label} sample {index}", f"{self.label}-{index:04d}", self.make(rng, index, tokenizer)
 
-    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+    def stored(self) -> Iterator[Found] | None:
         """See `Records.stored`."""
         return None
 
@@ -206,11 +206,11 @@ class GeneratedOrRead(Generated):
 
     def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
         """See `Records.records`."""
-        return super().records(tokenizer) if self.path is None else file_records(Path(self.path))
+        return super().records(tokenizer) if self.path is None else self.stored()
 
-    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found] | None:
+    def stored(self) -> Iterator[Found] | None:
         """See `Records.stored`."""
-        return None if self.path is None else self.records(tokenizer)
+        return None if self.path is None else file_records(Path(self.path))
 
     def _source(self) -> str:
         return super()._source() if self.path is None else f"task.path={self.path}"

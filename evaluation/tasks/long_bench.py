@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from transformers import PreTrainedTokenizerBase
-
 from kvstitch.evaluation.options import check_types
 from kvstitch.evaluation.tasks.data_sets import Hub
 from kvstitch.evaluation.tasks.fields import field, gold_field, text_field
@@ -79,13 +77,13 @@ class LongBench(Hub):
                 object.__setattr__(self, name, getattr(own, name))
         super().__post_init__()
 
-    def records(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[Found]:
-        """See `Records.records`."""
+    def stored(self) -> Iterator[Found]:
+        """See `Records.stored`."""
         member = f"data/{self.subset}.jsonl"
         if self.path is not None and self.path.endswith(".zip"):
             yield from zip_records(Path(self.path).expanduser(), member)
         elif self.path is not None:
-            yield from super().records(tokenizer)
+            yield from super().stored()
         else:
             yield from zip_records(self._archive(), member)
 

@@ -30,14 +30,20 @@ def file_records(path: Path, option: str = "task.path") -> Iterator[Found]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a Parquet file although it is called one.
+        IsADirectoryError: a folder.
+        ValueError: an empty file, or not a Parquet file although it is called one.
     """
-    path = existing(path, option)
+    path = existing(path, option, "a file of JSON Lines, of one JSON list of objects, or of Parquet")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
     with path.open("rb") as file:
-        is_list = _first_character(file) == b"["
+        begin = _first_character(file)
+        if not begin:
+            raise ValueError(
+                f"{option}={path} is empty; it must hold one JSON object a line, or one JSON list of objects"
+            )
+        is_list = begin == b"["
         file.seek(0)
         yield from _list_items(path, file.read()) if is_list else _lines(file, str(path), path.stem)
 
@@ -55,13 +61,21 @@ def zip_records(archive: Path, member: str) -> Iterator[Found]:
         raise ValueError(f"{archive} holds no {member}: {error}") from error
 
 
-def existing(path: Path, option: str = "task.path") -> Path:
+def existing(path: Path, option: str = "task.path", wanted: str = "a file") -> Path:
     """The path, its `~` expanded.
+
+    Args:
+        path: of a file.
+        option: the option that gave the path, for messages.
+        wanted: what the option takes, for messages.
 
     Raises:
         FileNotFoundError: no such file.
+        IsADirectoryError: a folder.
     """
     path = path.expanduser()
+    if path.is_dir():
+        raise IsADirectoryError(f"{option}={path} is a folder; give {wanted}")
     if not path.is_file():
         raise FileNotFoundError(f"{option}={path}: no such file")
     return path
@@ -87,13 +101,17 @@ def read_text(path: Path, option: str = "task.path") -> str:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8.
+        IsADirectoryError: a folder.
+        ValueError: empty, or not UTF-8.
     """
-    path = existing(path, option)
+    path = existing(path, option, "a UTF-8 text file")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option}={path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{option}={path} is empty")
+    return text
 
 
 def short(value: Any) -> str:

@@ -36,6 +36,10 @@ class Text(Task):
             raise ValueError("task.chat=true has no meaning for task=text: nobody asks or answers")
         check_least(self, "task", {"length": 2})
 
+    def check_source(self) -> None:
+        """See `Task.check_source`."""
+        read_text(Path(self.path))
+
     def samples(self, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> Iterator[Sample]:
         """See `Task.samples`.
 

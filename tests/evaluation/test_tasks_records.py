@@ -166,6 +166,12 @@ def test_bad_record_is_named_by_its_line(tokenizer, lines, caplog, record, messa
     path = lines({"prompt": "p", "answer": "a"}, record, {"prompt": "q", "answer": "a"})
     with pytest.raises(BadRecord, match=message):
         list(JsonLines(path=path).samples(tokenizer, POSITIONS))
+    if "positions" not in message:
+        # What is wrong with text or fields needs no model, and shows before the first sample.
+        with pytest.raises(BadRecord, match=message):
+            JsonLines(path=path).check_source()
+        with pytest.raises(BadRecord, match=message):
+            next(JsonLines(path=path).samples(tokenizer, POSITIONS))
     with caplog.at_level(logging.WARNING, logger="kvstitch"):
         kept = list(JsonLines(path=path, on_bad_record="skip").samples(tokenizer, POSITIONS))
     assert [sample.id for sample in kept] == ["data-000001", "data-000003"]
@@ -176,8 +182,10 @@ def test_skipped_records_do_not_count(tokenizer, lines):
     path = lines(b"{", {"prompt": "p", "answer": "a"}, {"prompt": "q", "answer": "a"})
     kept = list(JsonLines(path=path, on_bad_record="skip", num_samples=2).samples(tokenizer, POSITIONS))
     assert [sample.id for sample in kept] == ["data-000002", "data-000003"]
-    with pytest.raises(ValueError, match=r"task\.path=.*data\.jsonl holds no usable record, and at least 1 is wanted"):
+    with pytest.raises(ValueError, match=r"task\.path=.*data\.jsonl holds no readable record"):
         list(JsonLines(path=lines(b"{"), on_bad_record="skip").samples(tokenizer, POSITIONS))
+    with pytest.raises(ValueError, match=r"task\.path=.*data\.jsonl holds no usable record, and at least 1 is wanted"):
+        list(JsonLines(path=lines({"a": "b"}), on_bad_record="skip").samples(tokenizer, POSITIONS))
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
@@ -223,6 +231,25 @@ def test_repeated_id_and_unmatched_pattern(tokenizer, lines):
 def test_refused_record_options(options, message):
     with pytest.raises(ValueError, match=message):
         JsonLines(path="x", **options)
+
+
+@pytest.mark.parametrize("task", [JsonLines, Text])
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_empty_files_and_folders_are_told_as_such(task, content, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"task\.path=.*data\.jsonl is empty"):
+        task(path=str(path)).check_source()
+    wanted = "a file of JSON Lines, of one JSON list" if task is JsonLines else "a UTF-8 text file"
+    with pytest.raises(IsADirectoryError, match=rf"task\.path={tmp_path} is a folder; give {wanted}"):
+        task(path=str(tmp_path)).check_source()
+
+
+def test_a_list_without_records_is_told_as_such(tmp_path):
+    (tmp_path / "data.json").write_text("[]")
+    for count in (None, 3):
+        with pytest.raises(ValueError, match=r"data\.json holds no readable record$"):
+            JsonLines(path=str(tmp_path / "data.json"), num_samples=count).check_source()
 
 
 def test_missing_file(tokenizer, tmp_path):

@@ -99,6 +99,22 @@ def test_what_cannot_start_leaves_no_folder(script, tiny_arguments, change, mess
     assert outcome.status == 1 and message in outcome.err and not folders()
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"prompt": 3, "answer": "w5"}\n', "records.jsonl:4: field 'prompt' must hold text, got 3"),
+        ('{"prompt": "w3"}\n', "records.jsonl:4: no field 'answer', it has 'prompt'"),
+        (None, "records.jsonl is empty; it must hold one JSON object a line"),
+    ],
+)
+def test_records_that_cannot_be_used_are_told_before_the_model_is_loaded(
+    script, tiny_arguments, records, content, message
+):
+    records.write_text("" if content is None else records.read_text() + content)
+    outcome = script("run", *tiny_arguments, "task.trace_field=null", "model.name=/nowhere/model")
+    assert outcome.status == 1 and message in outcome.err and "/nowhere/model" not in outcome.err and not folders()
+
+
 def test_a_folder_with_finished_samples_stays_when_a_later_session_fails(script, tiny_arguments, monkeypatch):
     from kvstitch.evaluation import runner
 

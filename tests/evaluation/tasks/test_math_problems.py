@@ -54,7 +54,9 @@ def test_the_hub_is_asked_for_a_pinned_commit(kind, asked, tokens, first, monkey
     monkeypatch.setattr(datasets, "load_dataset", load)
     task = kind(answer_pattern="#### (.+)")
     sample, _ = first(task)
-    ((name, config, options),) = calls
+    # Once to look at all records, once for the samples.
+    assert calls[0] == calls[-1]
+    name, config, options = calls[0]
     assert (name, config, options["split"]) == asked and len(options["revision"]) == 40
     assert sample.questions[0].gold == ("7",) and sample.questions[0].max_new_tokens == tokens
     assert sample.id == f"{name.split('/')[1]}-000000"
