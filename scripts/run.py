@@ -20,12 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from hydra_arguments import prepare
+from hydra_choices import require_one_press, tell_unused_launcher
 from hydra_errors import explain, require_keys, require_names
 from hydra_plugins.kvstitch_ray import RayLauncher
 from hydra_plugins.kvstitch_sweeper import TableSweeper
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from sweep import DONE, FAILED, ON_ERROR, READ, RUNNING, SweepFolder, Untold, tell_run_folder
+from termination import STATUS, Terminated, sigterm_interrupts
 
 from kvstitch.evaluation.options import check_choice, check_type
 from kvstitch.evaluation.paper_reading import read_tables
@@ -54,7 +56,7 @@ def compose_job(config: DictConfig) -> Job:
     """What a composed configuration asks for.
 
     Raises:
-        RunError: a part is missing, or there is a key that nobody reads.
+        RunError: a part is missing, two of them contradict each other, or there is a key that nobody reads.
         TypeError: `output_dir` is no text, `reuse_dense` no truth value, or something in `paper` of the wrong kind.
         ValueError: `on_error` is none of its choices, or `paper` holds what nobody reads.
     """
@@ -62,7 +64,9 @@ def compose_job(config: DictConfig) -> Job:
     _require_parts(raw)
     require_keys(raw, CONFIGS)
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    choices = part_names(HydraConfig.get().runtime.choices, plain, _config_folders())
+    chosen, folders = HydraConfig.get().runtime.choices, _config_folders()
+    require_one_press(chosen, folders)
+    choices = part_names(chosen, plain, folders)
     # Where a run is written, what follows its failure, who computed the dense side and what a paper states beside it do not
     # change what it is.
     output_dir, on_error, reuse_dense, paper = (
@@ -99,6 +103,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def single(config: DictConfig) -> None:
     """One run, from the composed configuration to the table."""
+    tell_unused_launcher(HydraConfig.get().runtime.choices)
     job = compose_job(config)
     if (job.folder.path / METRICS).exists():
         print("this run is finished already; its results:", file=sys.stderr)
@@ -235,7 +240,7 @@ def _prepare_workers() -> None:
 
 
 def main() -> int:
-    """Exit status: 0 done, 1 refused or failed, 130 interrupted."""
+    """Exit status: 0 done, 1 refused or failed, 130 interrupted, 143 ended by SIGTERM."""
     # Hydra would print its own account of an exception and exit; it reads this when one comes.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _prepare_workers()
@@ -249,7 +254,10 @@ def main() -> int:
         return None
 
     try:
-        return max([guarded(job), *statuses])
+        with sigterm_interrupts():
+            return max([guarded(job), *statuses])
+    except Terminated:
+        return STATUS
     except KeyboardInterrupt:
         return 130
 

@@ -1,5 +1,6 @@
 """`hydra/launcher=ray`: the jobs of a sweep as tasks of a Ray cluster, a running one or one started on this machine."""
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ class RayLauncher(Launcher):
         setup_globals()
         ours = not ray.is_initialized()
         if ours:
+            handler = signal.getsignal(signal.SIGTERM)
             ray.init(**self._init)
+            # Ray's own would exit on the spot, without a word of what became of the jobs.
+            signal.signal(signal.SIGTERM, handler)
         try:
             remote = ray.remote(**self._remote)(_run) if self._remote else ray.remote(_run)
             state = Singleton.get_state()

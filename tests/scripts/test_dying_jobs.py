@@ -307,19 +307,24 @@ def test_a_dying_job_costs_the_others_nothing(start, tmp_path):
 @pytest.mark.timeout(600)
 @needs_joblib
 @needs_kvpress
-def test_an_interrupted_sweep_stops_at_once(start, tmp_path):
+@pytest.mark.parametrize("signal_number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_sweep_stops_at_once(start, tmp_path, signal_number, status):
+    """Ctrl-C reaches the workers, too; SIGTERM the command alone, and workers that it leaves would keep its pipes open."""
     process = start("scorer.press._target_=presses_that_die.hanging,presses_that_die.hanging_too,kvpress.KnormPress")
     try:
         deadline = time.monotonic() + 240
         while len(list((tmp_path / "runs").glob(".sweeps/*/job-*.json"))) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
+        if signal_number == signal.SIGINT:
+            os.killpg(process.pid, signal_number)
+        else:
+            process.send_signal(signal_number)
         out, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, err
+    assert process.returncode == status, err
     assert states(out)[2] == "not run" and "again" not in err
     assert out.count("lost: interrupted while at work") == 2 and "out of memory" not in out
 

@@ -132,6 +132,10 @@ def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
             ["~scorer"],
             "~scorer leaves no scorer chosen; name another instead: scorer=<choice>, one of expected_attention,",
         ),
+        (
+            ["press=ams", "method=tova"],
+            "method=tova is press=topk with a scorer and an allocator of its own, and press=ams is",
+        ),
         (["-m", "press=ams,null"], "there is no press=null; choose one of ams,"),
         (["press="], "there is no press=; choose one of ams, community"),
         (["press.compress_prompt=flase"], "`compress_prompt` must be a bool, got 'flase'"),
@@ -170,6 +174,14 @@ def test_bad_input_gets_one_message(script, arguments, message):
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert outcome.status == 1 and len(errors) == 1 and message in errors[0]
     assert "Traceback" not in outcome.err and outcome.out == ""
+
+
+def test_a_launcher_without_a_sweep_is_told_to_be_of_no_use(script, tiny_arguments):
+    outcome = script("run", *tiny_arguments, "task.num_samples=1", "hydra/launcher=ray")
+    assert outcome.status == 0, outcome.err
+    assert (
+        "warning: hydra/launcher=ray is not used: it launches the jobs of a sweep, add -m" in outcome.err.splitlines()
+    )
 
 
 def test_what_another_script_takes_is_no_key(script):
