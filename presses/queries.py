@@ -180,13 +180,21 @@ class _SpacedQueries:
         if self._queries is None:
             batch, heads, _, dim = query.shape
             self._queries = query.new_zeros(batch, heads, self._count + 1, dim)
-        place, self._positions = self._shared(_placed, self._positions, positions, self._step, self._count)
-        self._queries = self._queries.scatter(2, _over_heads(place, query), query)
+        rows, self._positions = self._shared(
+            _placed, self._positions, positions, self._step, query.shape[1], self._count
+        )
+        if self._queries.is_inference() and not torch.is_inference_mode_enabled():
+            self._queries = self._queries.clone()
+        # What was shown is a copy, so nothing that others see changes.
+        _write(self._queries, rows, query)
 
     def with_newest(self, query: Tensor, positions: Tensor) -> QueryWindow:
         """What is held, no older than `tokens`, and the newest query, whose position is the last of `positions`."""
-        place, places = self._shared(_placed_newest, self._positions, positions, self._step, self._tokens)
-        rotated = self._queries.scatter(2, _over_heads(place, query), query)
+        rows, places = self._shared(
+            _placed_newest, self._positions, positions, self._step, query.shape[1], self._tokens
+        )
+        rotated = self._queries.clone()
+        _write(rotated, rows, query)
         return QueryWindow(rotated[:, :, : self._count], places)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -208,29 +216,35 @@ def _newest_positions(size: int, start: int, *positions: Tensor) -> Tensor:
     return torch.nn.functional.pad(newest, (size - newest.shape[1], 0), value=-1).roll(start, dims=1)
 
 
-def _placed(held: Tensor | None, positions: Tensor, step: int, count: int) -> tuple[Tensor, Tensor]:
-    """`[B, N]` the place of each position, `count` if it is not kept; and `[B, count + 1]` what places hold with them."""
+def _placed(held: Tensor | None, positions: Tensor, step: int, heads: int, count: int) -> tuple[Tensor, Tensor]:
+    """Rows (see `_rows_of_heads`) of the place of each position, `count` if it is not kept; `[B, count + 1]` what places hold."""
     if held is None:
         held = positions.new_full((positions.shape[0], count + 1), -1)
     # A place is written once: by the newest of those that positions with gaps lead to it.
     fresh = positions > positions.amax(dim=1, keepdim=True) - count * step
     kept = on_grid(positions, step) & fresh
     place = torch.where(kept, (positions + 1) // step % count, count)
-    return place, held.scatter(1, place, positions)
+    return _rows_of_heads(place, heads, count + 1), held.scatter(1, place, positions)
 
 
-def _placed_newest(held: Tensor, positions: Tensor, step: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """`[B, 1]` where the last position stands, which is where the next one of the grid will; `[B, count]` what places hold."""
+def _placed_newest(held: Tensor, positions: Tensor, step: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows where the last position stands, which is where the next one of the grid will; `[B, count]` what places hold."""
     count = held.shape[1] - 1
     newest = positions[:, -1:]
     place = torch.where(newest >= 0, (newest + step) // step % count, count)
     held = held.masked_fill(held <= newest - tokens, -1).scatter(1, place, newest)
-    return place, held[:, :count]
+    return _rows_of_heads(place, heads, count + 1), held[:, :count]
 
 
-def _over_heads(place: Tensor, query: Tensor) -> Tensor:
-    """`[B, N]` as an index into `[B, Q, places, D]`."""
-    return place[:, None, :, None].expand_as(query)
+def _rows_of_heads(place: Tensor, heads: int, places: int) -> Tensor:
+    """`[B, N]` places as rows of `[B * Q * places, D]`, for N entries of each of Q heads: whole rows move fastest."""
+    first = torch.arange(0, place.shape[0] * heads * places, places, device=place.device)
+    return (place[:, None] + first.view(-1, heads, 1)).flatten()
+
+
+def _write(held: Tensor, rows: Tensor, query: Tensor) -> None:
+    """Puts the queries `[B, Q, N, D]` into `rows` of `[B, Q, places, D]`."""
+    held.view(-1, held.shape[-1]).index_copy_(0, rows, query.reshape(-1, query.shape[-1]))
 
 
 class _Sums:

@@ -22,7 +22,9 @@ class KeyDiff(Scorer):
 
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:
         """In [-1, 1]; 0 for a key of norm zero."""
-        directions = F.normalize(without_empty(view.keys, view.valid), dim=-1, eps=1e-12)
+        keys = without_empty(view.keys, view.valid)
+        # Two products with vectors; unit keys are never written down.
+        shrink = keys.norm(dim=-1).clamp_(min=1e-12).reciprocal_()
         # The length of the anchor does not matter to a cosine, so the sum stands for the mean.
-        anchor = F.normalize(directions.sum(dim=2), dim=-1, eps=1e-12)
-        return -torch.matmul(directions, anchor[..., None]).squeeze(-1)
+        anchor = F.normalize(torch.matmul(shrink[:, :, None], keys), dim=-1, eps=1e-12)
+        return torch.matmul(keys, anchor.transpose(2, 3)).squeeze(-1).mul_(shrink).neg_()

@@ -13,7 +13,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def without_empty(x: Float[Tensor, "B H T D"], valid: Bool[Tensor, "B H T"]) -> Float32[Tensor, "B H T D"]:
-    """`x` in float32 with zeros on the empty slots."""
+    """`x` in float32 with zeros on the empty slots; `x` itself if it is so already, so never to be written to."""
+    if not x.is_cuda and bool(valid.all()):
+        # A pass over all keys takes longer than this look, for which a GPU would be waited for.
+        return x.float()
     return torch.where(valid[..., None], x, x.new_zeros(())).float()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Up to this many segments every bend is evaluated at once; beyond, in two steps, so that memory does not grow squared.
-_ALL_AT_ONCE = 256
+_ALL_AT_ONCE = 16
 # Fractions are compared to a millionth of a slot, so that equal ones tie on every machine.
 _FRACTION_STEPS = float(2**20)
 

@@ -53,14 +53,14 @@ def window_usage_reference(
     sees_any = _sees_any(visibility)
     # One for all layers: the pages of a fresh one would cost as much as the product.
     room = positions.new_empty(batch * heads, group * query_positions.shape[-1], slots, dtype=torch.float32)
+    hidden = visibility.rank[:, None, :, None] < visibility.missed[:, :, None, first:]
+    by_layer = zip(queries, keys, scaling, hidden[:, :, None].split(batch), sees_any.split(batch))
     totals = []
-    for layer in range(len(keys)):
-        rows = slice(layer * batch, (layer + 1) * batch)
-        logits = _logits(queries[layer], keys[layer], scaling[layer] * _LOG2_E, room)
+    for query, key, scale, unseen, counts in by_layer:
+        logits = _logits(query, key, scale * _LOG2_E, room)
         if first < slots:
-            hidden = visibility.rank[rows, None, :, None] < visibility.missed[rows, :, None, first:]
-            logits[..., first:].masked_fill_(hidden[:, :, None], _LOWEST)
-        totals.append(_summed_softmax_(logits, sees_any[rows]))
+            logits[..., first:].masked_fill_(unseen, _LOWEST)
+        totals.append(_summed_softmax_(logits, counts))
     watchers = (query_positions.shape[-1] - visibility.missed).clamp_(min=1)
     # An empty slot holds an exact zero unless no query of the row sees anything, and then the weights are zeros.
     return torch.cat(totals).div_(watchers.mul_(group))
