@@ -3,10 +3,14 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from kvstitch.evaluation.records import RunError
+
+# The evicting and the retrieving one.
+_PRESSES = ("kvstitch.presses.EvictionPress", "kvstitch.presses.retrieval.RetrievalPress")
 
 
 def require_one_press(choices: Mapping[str, str | None], folders: Sequence[Path]) -> None:
@@ -26,6 +30,35 @@ def require_one_press(choices: Mapping[str, str | None], folders: Sequence[Path]
             f"method={method} is press={own} with a scorer and an allocator of its own, and press={press} is asked for "
             f"beside it: give one of them. Parts of a method are changed one by one, as in method={method} scorer=<choice>"
         )
+
+
+def require_fitting_allocator(choices: Mapping[str, str | None], plain: Mapping[str, Any], configs: Path) -> None:
+    """Refuse an allocator that evicts where a press retrieves, and the other way round. Parts of others are theirs to check.
+
+    Args:
+        choices: names of the parts, see `part_names`.
+        plain: the resolved configuration.
+        configs: folder of the configuration.
+
+    Raises:
+        RunError: names both, and the options that fit.
+    """
+    press, allocator = (str((plain.get(part) or {}).get("_target_", "")) for part in ("press", "allocator"))
+    if press not in _PRESSES or not allocator.startswith("kvstitch.allocators."):
+        return
+    retrieves = press == _PRESSES[1]
+    if _retrieves(allocator) == retrieves:
+        return
+    files = sorted((configs / "allocator").glob("*.yaml"))
+    fitting = [file.stem for file in files if _retrieves(OmegaConf.load(file)["_target_"]) == retrieves]
+    why = "evicts and does not retrieve" if retrieves else "retrieves and evicts nothing"
+    raise RunError(
+        f"allocator={choices['allocator']} {why}; press={choices['press']} takes allocator={'|'.join(fitting)}"
+    )
+
+
+def _retrieves(target: str) -> bool:
+    return target.startswith("kvstitch.allocators.retrieval.")
 
 
 def _press_of(method: str, folders: Sequence[Path]) -> str | None:

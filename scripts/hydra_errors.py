@@ -21,12 +21,15 @@ from hydra.errors import (
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException
+from option_names import as_written, choice_of, group_of
 
 from kvstitch.evaluation.records import RunError
 from kvstitch.kernels.common.spelling import did_you_mean
 
 
-def explain(error: BaseException, configs: Path, arguments: Sequence[str], config_name: str = "run") -> str | None:
+def explain(
+    error: BaseException, configs: Path, arguments: Sequence[str], config_name: str = "run", node: str | None = None
+) -> str | None:
     """The message for an error that the user can mend; None for a bug.
 
     An error is the user's if Hydra or OmegaConf refused the command line, if a file or a disk refused, or if kvstitch
@@ -37,6 +40,7 @@ def explain(error: BaseException, configs: Path, arguments: Sequence[str], confi
         configs: folder of the configuration, to list valid keys.
         arguments: the command line without the script's name.
         config_name: the configuration that the script composes.
+        node: where the options stand that the error is about, as far as Hydra knows.
     """
     if isinstance(error, InstantiationException):
         return _instantiation(error, configs, arguments, config_name)
@@ -59,7 +63,10 @@ def explain(error: BaseException, configs: Path, arguments: Sequence[str], confi
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-    return str(error) if _raised_on_purpose(error) else None
+    if not _raised_on_purpose(error):
+        return None
+    place = node or group_of(error)
+    return as_written(str(error), place, configs, arguments) if place and config_name == "run" else str(error)
 
 
 def require_names(arguments: Sequence[str], configs: Path, config_name: str = "run") -> None:
@@ -223,13 +230,16 @@ def _instantiation(
     if cause is None:
         return _first_lines(error)
     if isinstance(cause, TypeError) and "argument" in str(cause) and not _raised_on_purpose(cause):
-        return _unexpected_argument(error, cause) or str(cause)
+        return _unexpected_argument(error, cause, configs, arguments) or str(cause)
     if isinstance(cause, ImportError):
         return f"{_first_lines(error)}: {cause}"
-    return explain(cause, configs, arguments, config_name)
+    node = _key_in(str(error), r"full_key: ((?:scorer|allocator)[\w.]*)")
+    return explain(cause, configs, arguments, config_name, node)
 
 
-def _unexpected_argument(error: InstantiationException, cause: TypeError) -> str | None:
+def _unexpected_argument(
+    error: InstantiationException, cause: TypeError, configs: Path, arguments: Sequence[str]
+) -> str | None:
     key = _key_in(str(cause), r"unexpected keyword argument '(\w+)'")
     target = _key_in(str(error), r"call to target '([\w.]+)'")
     if key is None or target is None:
@@ -238,7 +248,11 @@ def _unexpected_argument(error: InstantiationException, cause: TypeError) -> str
     # What is called from there can refuse arguments, too, and they are no options.
     if not str(cause).startswith(made.__qualname__):
         return None
-    return _no_key(key, f"{made.__name__} takes", inspect.signature(made).parameters)
+    valid, choice = inspect.signature(made).parameters, choice_of(target, configs, arguments)
+    node = _key_in(str(error), r"full_key: (\S+)") or (choice[0] if choice else None)
+    # What stands inside another part is no choice of its own.
+    taker = made.__name__ if choice is None or "." in node else "=".join(choice)
+    return _no_key(f"{node}.{key}" if node else key, f"{taker} takes", valid)
 
 
 def _raised_on_purpose(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from hydra_arguments import prepare
-from hydra_choices import require_one_press, tell_unused_launcher
+from hydra_choices import require_fitting_allocator, require_one_press, tell_unused_launcher
 from hydra_errors import explain, require_keys, require_names
 from hydra_plugins.kvstitch_ray import RayLauncher
 from hydra_plugins.kvstitch_sweeper import TableSweeper
@@ -67,6 +67,7 @@ def compose_job(config: DictConfig) -> Job:
     chosen, folders = HydraConfig.get().runtime.choices, _config_folders()
     require_one_press(chosen, folders)
     choices = part_names(chosen, plain, folders)
+    require_fitting_allocator(choices, plain, CONFIGS)
     # Where a run is written, what follows its failure, who computed the dense side and what a paper states beside it do not
     # change what it is.
     output_dir, on_error, reuse_dense, paper = (

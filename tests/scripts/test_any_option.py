@@ -68,12 +68,12 @@ def test_options_of_an_allocator_inside_another(script, tiny_arguments):
     [
         pytest.param(
             [*SNAP_KV, "scorer.press.windw_size=16"],
-            "there is no option windw_size; SnapKVPress takes compression_ratio, kernel_size, window_size; did you mean",
+            "there is no option scorer.press.windw_size; SnapKVPress takes compression_ratio, kernel_size, window_size; did you mean",
             marks=needs_kvpress,
         ),
         pytest.param(
             ["scorer=kvpress", "scorer.press.window_size=16"],
-            "there is no option window_size; KnormPress takes compression_ratio",
+            "there is no option scorer.press.window_size; KnormPress takes compression_ratio",
             marks=needs_kvpress,
         ),
         pytest.param(
@@ -96,14 +96,17 @@ def test_names_that_nobody_knows_get_one_message(script, arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["scorer=tova", "scorer.press.window_size=16"], "error: there is no option press; TOVA takes share"),
+        (
+            ["scorer=tova", "scorer.press.window_size=16"],
+            "error: there is no option scorer.press; scorer=tova takes share",
+        ),
         (
             [
                 "allocator=pyramid",
                 "allocator.allocator._target_=kvstitch.allocators.SegmentQuota",
                 "allocator.allocator.segmnt_mass=0.1",
             ],
-            r"error: there is no option segmnt_mass; SegmentQuota takes batch, .*did you mean 'segment_mass'\?",
+            r"error: there is no option allocator.allocator.segmnt_mass; SegmentQuota takes batch, .*did you mean 'segment_mass'\?",
         ),
     ],
 )

@@ -116,6 +116,6 @@ def test_a_run_with_the_file_of_another_model_is_one_message(script, tiny_argume
     outcome = script("run", *tiny_arguments, "scorer=triattention", f"scorer.statistics={path}")
     assert outcome.status == 1 and "Traceback" not in outcome.err
     assert re.search(
-        f"error: statistics={path} of 'wide/model' hold 16 planes a head, for heads of 32 dims; the model's heads have 16",
+        f"error: scorer.statistics={path} of 'wide/model' hold 16 planes a head, for heads of 32 dims; the model's heads have 16",
         outcome.err,
     ), outcome.err

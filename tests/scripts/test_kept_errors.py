@@ -10,12 +10,14 @@ def only_folder(directory="runs"):
 
 def test_a_mistake_after_the_first_sample_is_kept_and_reported(script, tiny_arguments, records):
     whole = records.read_text()
-    records.write_text(whole.replace('"answer"', '"anwser"').replace('"anwser"', '"answer"', 1))
+    # Only a tokenizer tells that a prompt is too long.
+    first, second, third = whole.splitlines(keepends=True)
+    records.write_text(first + second.replace('"prompt": "', '"prompt": "' + "w3 " * 2000) + third)
     outcome = script("run", *tiny_arguments)
     assert outcome.status == 1 and "Traceback" not in outcome.err
     reason = next(line for line in outcome.err.splitlines() if line.startswith("error: ")).removeprefix("error: ")
     kept = (only_folder() / "error.txt").read_text()
-    assert "answer" in reason and kept.splitlines()[0] == reason and "Traceback" in kept
+    assert "positions" in reason and kept.splitlines()[0] == reason and "Traceback" in kept
     report = script("report", "runs")
     assert f"failed: {reason}" in report.err and "not finished" not in report.err
     records.write_text(whole)

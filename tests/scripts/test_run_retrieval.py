@@ -68,7 +68,7 @@ def test_communities_are_regions_for_eviction_too(script, arguments):
         ("allocator.resolution=0", "resolution must be positive, or 'auto', got 0"),
         ("allocator.top_k=95", "top_k must be less than the 78 tokens of the prompt"),
         ("decode_tokens=200", "decode_tokens must leave a prompt"),
-        ("press.dense_layers=3", "`dense_layers` must leave a full-attention layer"),
+        ("press.dense_layers=3", "`press.dense_layers` must leave a full-attention layer"),
         ("scorer=tova", "asks for no `scorer`"),
     ],
 )
