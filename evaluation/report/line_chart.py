@@ -97,6 +97,9 @@ class LineChart:
             y + sign * (error or 0) for series in self.series for _, y, error in series.points for sign in (-1, 1)
         ]
         heights += [] if self.reference is None else [self.reference[1]]
+        if sum(len(series.points) for series in self.series) == 1 and self.reference is None:
+            # With nothing to compare a point with, a cut axis would show no more than its error bar.
+            heights += [limit for limit in self.limits if math.isfinite(limit)]
         heights = list(map(self._within, heights))
         low, high = self.limits
         steps = [step for step in nice_ticks(min(heights), max(heights)) if low <= step <= high]

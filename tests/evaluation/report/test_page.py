@@ -2,6 +2,7 @@
 
 import html as html_module
 import json
+import math
 import re
 import shutil
 import struct
@@ -285,3 +286,19 @@ def test_no_two_ticks_read_alike(low, high, percent):
     assert len(ticks) >= 3 and len(set(ticks)) == len(ticks)
     numbers = [float(tick.removesuffix(" %")) / (100 if percent else 1) for tick in ticks]
     assert min(numbers) <= low + 1e-9 and max(numbers) >= high - 1e-9
+
+
+@pytest.mark.parametrize(
+    "height, error, limits, percent, ticks",
+    [
+        (52.3, 0.001, (0, math.inf), False, ("0", "60")),
+        (0.97, None, (0, 1), True, ("0 %", "100 %")),
+        (0.0, None, (0, math.inf), False, ("0.0", "0.6")),
+        (-0.2, 0.1, (-math.inf, math.inf), False, ("-0.30", "-0.10")),
+    ],
+)
+def test_the_axis_of_a_single_point_is_not_cut(height, error, limits, percent, ticks):
+    series = [Series("m", [(256.0, height, error)])]
+    svg = LineChart("t", "x", "y", [(256.0, "256")], series, percent, limits=limits).draw()
+    written = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', svg)
+    assert (written[0], written[-1]) == ticks
