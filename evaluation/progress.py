@@ -18,10 +18,13 @@ class Progress:
 
     Args:
         stream: where to; a terminal gets a bar. `None`: standard error.
+        label: stands before each line, where several runs write to the same stream. Bars would write over each other, so
+            there is none then.
     """
 
-    def __init__(self, stream: TextIO | None = None):
+    def __init__(self, stream: TextIO | None = None, label: str = ""):
         self._stream = stream or sys.stderr
+        self._label = label
         self._bar: tqdm | None = None
         self._total: int | None = None
         self._sample_started = 0.0
@@ -30,7 +33,7 @@ class Progress:
         """A line of its own."""
         if self._bar is not None:
             self._bar.clear()
-        print(text, file=self._stream, flush=True)
+        print(f"{self._label}{text}", file=self._stream, flush=True)
 
     def start(self, total: int | None, finished: Sequence[Record]) -> None:
         """Samples begin; `finished` ones were found in the run folder."""
@@ -38,7 +41,7 @@ class Progress:
         self._sample_started = time.perf_counter()
         if finished:
             self.note(f"resuming: {len(finished)} samples are finished already")
-        if _shows_a_bar(self._stream):
+        if not self._label and _shows_a_bar(self._stream):
             self._bar = tqdm(total=total, initial=len(finished), unit="sample", file=self._stream, dynamic_ncols=True)
 
     def advance(self, records: Sequence[Record]) -> None:

@@ -180,6 +180,7 @@ def run_evaluation(
         return finished
     records = folder.read_records()
     evaluation.task.check_source()
+    progress.note("loading the model")
     loaded = load_model()
     _seed_everything(evaluation.seed)
     progress.start(evaluation.num_samples, records)
@@ -188,6 +189,10 @@ def run_evaluation(
     try:
         for sample in evaluation.samples(loaded):
             if sample.id not in done:
+                if len(records) == len(done):
+                    # Of the others it is known from the first how long they take.
+                    beside = "" if evaluation.press is None else ", pressed and dense"
+                    progress.note(f"first sample{beside}: {sample.id}, {sample.context_tokens:,} tokens")
                 records.append(_evaluate_and_record(evaluation, loaded, sample, folder, baselines))
                 progress.advance(records)
     finally:

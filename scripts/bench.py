@@ -23,6 +23,7 @@ if __name__ == "__main__" and importlib.util.find_spec("hydra") is None:
     sys.exit(bench_alone.main(sys.argv[1:]))
 
 import hydra
+from broken_pipe import until_the_reader_leaves
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from hydra_errors import require_keys
@@ -30,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from run import CONFIGS, guarded
+from warning_lines import plain_warnings
 
 from kvstitch.evaluation.records import RunError
 
@@ -39,7 +41,8 @@ def bench(config: DictConfig) -> None:
     require_keys(OmegaConf.to_container(config, resolve=False), CONFIGS, "bench")
     name = HydraConfig.get().runtime.choices["bench"]
     plain = OmegaConf.to_container(config.bench, resolve=True, throw_on_missing=True)
-    rows = instantiate(plain, _convert_="all").run()
+    with plain_warnings(CONFIGS):
+        rows = instantiate(plain, _convert_="all").run()
     console = Console()
     kind_of = lambda row: row.get("kind", name)
     for kind, same in groupby(sorted(rows, key=kind_of), key=kind_of):
@@ -93,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from broken_pipe import until_the_reader_leaves
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = compare(runs, options.base, options.part, options.metric)
         for reason, names in left_out(runs, rows, options.base, options.part, options.metric):
             print(f"left out, {reason}: {', '.join(names)}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -72,4 +75,4 @@ def _cells(row: Comparison) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

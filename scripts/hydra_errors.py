@@ -51,6 +51,8 @@ def explain(
             f"cannot read the option {error.override!r}; write key=value, and quotes around a value with special signs"
         )
     if isinstance(error, ConfigCompositionException):
+        if (group := _key_in(str(error), r"You must specify '(\w+)'")) is not None:
+            return f"a {group} must be chosen: add {group}=<choice>, one of {', '.join(_choices(group, configs))}"
         return _composition(error, configs, arguments, config_name)
     if isinstance(error, MissingMandatoryValue):
         key = _key_in(str(error), r"full_key: (\S+)", r"Missing mandatory value: (\S+)")

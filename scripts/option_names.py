@@ -16,10 +16,15 @@ def group_of(error: BaseException) -> str | None:
     """The group whose code raised an error; None if it was none of them."""
     found, trace = None, error.__traceback__
     while trace is not None:
-        package, _, rest = trace.tb_frame.f_globals.get("__name__", "").partition(".")
-        group = _GROUPS.get(rest.partition(".")[0])
-        found, trace = group if package == "kvstitch" and group else found, trace.tb_next
+        found = group_of_module(trace.tb_frame.f_globals.get("__name__", "")) or found
+        trace = trace.tb_next
     return found
+
+
+def group_of_module(name: str) -> str | None:
+    """The group that a module belongs to; None if it belongs to none."""
+    package, _, rest = name.partition(".")
+    return _GROUPS.get(rest.partition(".")[0]) if package == "kvstitch" else None
 
 
 def as_written(message: str, node: str, configs: Path, arguments: Sequence[str] = ()) -> str:

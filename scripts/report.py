@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from broken_pipe import until_the_reader_leaves
 from rich.console import Console
 
 from kvstitch.evaluation.records import RunError
@@ -39,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         print_sections(sections, console if console.is_terminal else Console(width=_FILE_WIDTH), problems, papers)
         for path in write_report(options.output or parent / "report", sections, problems, options.title, papers):
             print(path)
+    except BrokenPipeError:
+        raise
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -46,4 +49,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
+from broken_pipe import until_the_reader_leaves
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from sweep import DONE, FAILED, ON_ERROR, READ, RUNNING, SweepFolder, Untold, tell_run_folder
 from termination import STATUS, Terminated, sigterm_interrupts
+from warning_lines import plain_warnings
 
 from kvstitch.evaluation.options import check_choice, check_type
 from kvstitch.evaluation.paper_reading import read_tables
@@ -84,8 +86,12 @@ def compose_job(config: DictConfig) -> Job:
     return Job(plain, choices, folder, output_dir / DENSE if reuse_dense else None, papers)
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job, label: str = "") -> dict[str, Any]:
     """Do what the run folder lacks; returns the content of `metrics.json`.
+
+    Args:
+        job: what to do.
+        label: stands before each line of progress.
 
     Raises:
         RunError: samples failed; the others are evaluated and recorded.
@@ -95,7 +101,8 @@ def run(job: Job) -> dict[str, Any]:
         # Here and not above: torch and transformers take seconds, which a typo or a finished run should not cost.
         from run_job import evaluate
 
-        metrics = evaluate(job.plain, job.choices, job.folder, job.dense_folder)
+        with plain_warnings(CONFIGS):
+            metrics = evaluate(job.plain, job.choices, job.folder, job.dense_folder, label)
     # Of a run that was finished before, too: its figures may have come since.
     record_tables(job.folder, job.papers)
     _draw(job.folder)
@@ -152,19 +159,34 @@ def one_of_sweep(config: DictConfig) -> Untold | None:
         folder = str(job.folder)
         sweep.write(number, RUNNING, folder)
         state = READ if (job.folder.path / METRICS).exists() else DONE
-        _require_measured(run(job), job.folder)
+        _require_measured(run(job, f"job {number}: " if _runs_beside_others(hydra_config) else ""), job.folder)
         job.folder.clear_error()
     except KeyboardInterrupt:
         raise
     # Also who calls sys.exit somewhere below, or raises what is no Exception: that would end the sweep, and its other jobs
     # with it.
     except BaseException as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
         state = FAILED
         reason = explain(error, CONFIGS, list(hydra_config.overrides.task)) or f"{type(error).__name__}: {error}"
         if job is not None and not isinstance(error, FolderInUse):
             reason += tell_run_folder(job.folder, f"{reason}\n\n{_full_story(error)}")
         print(f"job {number} failed: {reason}", file=sys.stderr)
     return sweep.tell(number, state, folder, reason)
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Whether an error came while a library tidied up after Ctrl-C, as OmegaConf's do."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
+def _runs_beside_others(hydra_config: DictConfig) -> bool:
+    """Whether other jobs may write their lines to the same terminal. On SLURM each has files of its own."""
+    launcher = hydra_config.runtime.choices["hydra/launcher"]
+    return launcher in ("joblib", "ray") and hydra_config.launcher.get("n_jobs") != 1
 
 
 def readable(plain: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
@@ -220,6 +242,8 @@ def guarded(action: Callable[[], None], config_name: str = "run") -> int:
         sys.argv[1:] = prepare(sys.argv[1:], CONFIGS)
         require_names(sys.argv[1:], CONFIGS, config_name)
         action()
+    except BrokenPipeError:
+        raise
     except Exception as error:
         message = explain(error, CONFIGS, sys.argv[1:], config_name)
         if message is None or os.environ.get("KVSTITCH_TRACEBACK") == "1":
@@ -238,6 +262,17 @@ def _prepare_workers() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([here, *paths])
     for plugin in (TableSweeper, RayLauncher):
         Plugins.instance().register(plugin)
+    OmegaConf.register_new_resolver("groups_of_run", _groups_of_run, replace=True)
+
+
+def _groups_of_run() -> str:
+    """For the help; Hydra would list what another script takes, too."""
+    names: dict[str, list[str]] = {}
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        group = path.parent.relative_to(CONFIGS).as_posix()
+        if group.partition("/")[0] not in (".", "bench", "hydra"):
+            names.setdefault(group, []).append(path.stem)
+    return "".join(f"{group}: {', '.join(options)}\n" for group, options in sorted(names.items()))
 
 
 def main() -> int:
@@ -264,4 +299,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

@@ -17,7 +17,11 @@ from kvstitch.presses import RetrievalPress
 
 
 def evaluate(
-    plain: Mapping[str, Any], choices: Mapping[str, str], folder: RunFolder, dense_folder: Path | None = None
+    plain: Mapping[str, Any],
+    choices: Mapping[str, str],
+    folder: RunFolder,
+    dense_folder: Path | None = None,
+    label: str = "",
 ) -> dict[str, Any]:
     """Do what the run folder lacks.
 
@@ -26,12 +30,13 @@ def evaluate(
         choices: name of the chosen option of each group, or of the class in its place; see `part_names`.
         folder: of this run.
         dense_folder: see `run_evaluation`.
+        label: stands before each line of progress.
 
     Returns:
         The content of `metrics.json`.
     """
     evaluation = build(plain)
-    progress = Progress()
+    progress = Progress(label=label)
     with folder.opened(OmegaConf.to_yaml(OmegaConf.create(plain), sort_keys=True)):
         progress.note(f"run folder: {folder}")
         try:

@@ -108,8 +108,7 @@ def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder of runs")
-        found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if _is_run(child))
-        for folder in found:
+        for folder in run_folders(path):
             folders.setdefault(folder.resolve(), folder)
     runs, problems = [], []
     for folder in folders.values():
@@ -122,6 +121,13 @@ def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     once, copies = _without_copies(runs)
     merged, incomplete = _merge_shards(once)
     return merged, [*problems, *copies, *incomplete]
+
+
+def run_folders(path: Path) -> list[Path]:
+    """The path itself if it is the folder of a run, or else those directly below it, in the order of their names."""
+    if _is_run(path) or not path.is_dir():
+        return [path]
+    return sorted(child for child in path.iterdir() if _is_run(child))
 
 
 def _is_run(path: Path) -> bool:

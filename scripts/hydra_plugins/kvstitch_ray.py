@@ -7,11 +7,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
-from sweep import SweepFolder
+from sweep import SweepFolder, Untold
 
 
 class RayLauncher(Launcher):
@@ -76,7 +76,9 @@ class RayLauncher(Launcher):
             except ray.exceptions.RayTaskError as error:
                 errors.append(error)
             except ray.exceptions.RayError as error:
-                sweep.lose(number, f"its process died ({_first_line(error)})")
+                untold = sweep.lose(number, f"its process died ({_first_line(error)})")
+                if untold is not None:
+                    returns[number] = _bearing(untold)
         if errors:
             raise errors[0]
         return [returns[number] for number in sorted(returns)]
@@ -87,6 +89,13 @@ class RayLauncher(Launcher):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
         return config
+
+
+def _bearing(untold: Untold) -> JobReturn:
+    """What a job that died would have returned, had it lived to say what the disk does not take."""
+    job = JobReturn()
+    job.status, job.return_value = JobStatus.COMPLETED, untold
+    return job
 
 
 def _first_line(error: Exception) -> str:

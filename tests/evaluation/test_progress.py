@@ -46,6 +46,19 @@ def drive(stream):
     stream.flush()
 
 
+def test_of_several_runs_each_line_says_whose_it_is():
+    with terminal(24) as (stream, arrived):
+        progress = Progress(stream, "job 3: ")
+        progress.note("run folder: x")
+        progress.start(1, [])
+        progress.advance([FIRST])
+        progress.close()
+        stream.flush()
+        lines = arrived().splitlines()
+    # No bar, although this is a terminal: those of several would write over each other.
+    assert lines[0] == "job 3: run folder: x" and lines[1].startswith("job 3: [1/1] a: right 1.00") and len(lines) == 2
+
+
 def test_lines_tell_each_sample():
     stream = StringIO()
     drive(stream)

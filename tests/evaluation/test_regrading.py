@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -107,7 +108,8 @@ def test_the_task_is_that_of_the_configuration(run_folder):
         regrade(run_folder / "absent")
 
 
-def test_the_script_says_what_changed(run_folder, monkeypatch, capsys):
+def test_the_script_says_what_changed(run_folder, tmp_path_factory, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("kvstitch_script_regrade", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -119,3 +121,10 @@ def test_the_script_says_what_changed(run_folder, monkeypatch, capsys):
     assert call(str(run_folder)) == 2
     assert "test-1, answer 0, pressed: 1 recorded, 0 now" in capsys.readouterr().out
     assert call(str(run_folder / "absent")) == 1 and "is no run folder" in capsys.readouterr().err
+    # A folder of runs: one with answers, one that was refused.
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "refused").mkdir()
+    (runs / "refused" / "config.yaml").write_text("task: {}")
+    assert call(str(runs)) == 1 and "is no run folder and holds none with answers" in capsys.readouterr().err
+    shutil.copytree(run_folder, runs / "graded")
+    assert call(str(runs)) == 2 and capsys.readouterr().out.startswith(f"{runs / 'graded'}\n")

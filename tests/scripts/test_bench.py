@@ -28,6 +28,14 @@ def test_a_wrong_kernel_is_named_and_not_timed(script, monkeypatch):
     assert "not timed, because they are wrong on this machine: compact" in outcome.err
 
 
+def test_without_a_choice_all_are_named(script):
+    outcome = script("bench")
+    assert outcome.status == 1 and outcome.err.startswith(
+        "error: a bench must be chosen: add bench=<choice>, one of comm"
+    )
+    assert outcome.err.count("\n") == 1 and "topk_attention" in outcome.err
+
+
 @pytest.mark.parametrize("override", ["bench.device=tpu", "bench.nonsense=1", "+a=1", "+bench.a=1"])
 def test_mistakes_get_one_message(script, override):
     outcome = script("bench", *SMALL, override)

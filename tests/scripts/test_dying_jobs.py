@@ -329,6 +329,20 @@ def test_an_interrupted_sweep_stops_at_once(start, tmp_path, signal_number, stat
     assert out.count("lost: interrupted while at work") == 2 and "out of memory" not in out
 
 
+def test_an_error_while_tidying_up_after_an_interruption_is_one(script, tiny_arguments, monkeypatch):
+    from kvstitch.evaluation import runner
+
+    def interrupted(*_):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("'NoneType' object has no attribute 'close'")
+
+    monkeypatch.setattr(runner, "summary", interrupted)
+    outcome = script("run", "-m", *tiny_arguments, "task.num_samples=1", "seed=1,2")
+    assert outcome.status == 130 and states(outcome.out) == {0: "lost", 1: "not run"}
+
+
 @needs_kvpress
 def test_a_job_that_exits_is_a_failure_and_the_others_go_on(script, tiny_arguments):
     arguments = ("-m", *tiny_arguments, "task.num_samples=1", "scorer=kvpress", "on_error=continue")
@@ -361,6 +375,16 @@ def test_a_worker_of_ray_that_dies_is_lost_and_the_others_are_awaited(monkeypatc
         lost = sweep.read(7)
         assert lost["state"] == "lost" and lost["reason"].startswith("its process died (") and sweep.any_failed()
         assert not sweep.has_told(8)
+
+        # What a full disk does not take of a death goes back to who launched, whose closing table tells it.
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("sweep.write_text", full)
+            died, waited = launcher._collect({die.remote(3): 4, wait.remote(0): 5})
+        assert waited == 0 and died.return_value.number == 4 and died.return_value.told["state"] == "lost"
+        assert "No space left on device" in died.return_value.told["reason"]
         with pytest.raises(IndexError):
             launcher._collect({fail.remote(): 1, wait.remote(1): 2})
     finally:

@@ -56,6 +56,8 @@ def test_a_run_writes_its_folder_and_shows_its_table(script, tiny_arguments):
     assert metrics["metrics"]["events"]["mean"] == 4
     assert "press=ams scorer=tova allocator=segment_quota" in outcome.out and "4 sinks and 8 recent" in outcome.out
     assert "[3/3]" in outcome.err or "[3]" in outcome.err
+    assert outcome.err.count("loading the model\n") == 1
+    assert outcome.err.count("first sample, pressed and dense: records-000001, 100 tokens\n") == 1
     (session,) = json.loads((folder / "run_meta.json").read_text())["sessions"]
     assert session["outcome"] == "finished" and session["seed"] == 42 and "budget=40" in session["command"]
 
@@ -284,9 +286,43 @@ def test_a_press_of_kvpress_is_a_row_beside_ours(script, tiny_arguments):
     assert metrics["mean_slots"]["mean"] == 40 and metrics["dense_accuracy"]["n"] == 3
 
 
-def test_help_names_the_groups(script):
+def test_help_names_the_groups_of_a_run(script, capsys):
     with pytest.raises(SystemExit):
         script("run", "--help")
+    out = capsys.readouterr().out
+    assert (
+        "\npress: ams, community, dense, kvpress, topk\n" in out and "\nexperiment/ams_ablation: fixed_segments," in out
+    )
+    assert "\nbench" not in out and "hydra/" not in out and "\nbudget: 256\n" in out
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path):
+    command = f"{sys.executable} {RUN} --help | head -1; echo ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    # Who is fast enough has written all before the reader left.
+    assert found.stdout.splitlines()[1] in ("0", "141") and found.stderr == ""
+
+
+def test_the_status_of_a_broken_pipe(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(RUN.parent)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import broken_pipe as b; sys.exit(b.until_the_reader_leaves(lambda: print('x' * 9) or 0))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-c", code, RUN.parent], stdout=writer, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writer)
+    assert process.returncode == 141 and process.stderr == b""
+
+
+def test_a_warning_of_ours_is_one_line_with_the_names_of_the_command_line(tmp_path):
+    """In a process of its own: our warnings are errors of the tests."""
+    arguments = ["budget=20", "model=hub", "model.name=/nowhere"]
+    found = subprocess.run([sys.executable, RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    warning, _, loading, error = found.stderr.splitlines()
+    assert warning.startswith("warning: the 4 sinks and 32 recent tokens that are always kept fill the 20 slots")
+    assert warning.endswith("raise `budget` or lower `allocator.num_recent`")
+    assert loading == "loading the model" and error.startswith("error: model.name=")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")

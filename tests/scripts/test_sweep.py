@@ -242,6 +242,9 @@ def check_parallel(done, directory):
 def test_jobs_in_parallel_on_one_machine(tmp_path, arguments):
     done = run_apart(tmp_path, *arguments, "budget=2,24,40", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     check_parallel(done, tmp_path)
+    for number in (1, 2):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"job {number}: ")]
+        assert any("run folder: " in line for line in lines) and any("[1/1] records-000001" in line for line in lines)
 
 
 @pytest.mark.timeout(600)
