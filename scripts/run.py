@@ -98,7 +98,9 @@ def run(job: Job, label: str = "") -> dict[str, Any]:
     """
     metrics = job.folder.read_json(METRICS)
     if metrics is None:
-        # Here and not above: torch and transformers take seconds, which a typo or a finished run should not cost.
+        if "torch" not in sys.modules:
+            print(f"{label}loading PyTorch and transformers", file=sys.stderr, flush=True)
+        # Here and not above: they take seconds, on a busy machine a minute, which a typo or a finished run should not cost.
         from run_job import evaluate
 
         with plain_warnings(CONFIGS):

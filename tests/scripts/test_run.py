@@ -319,7 +319,8 @@ def test_a_warning_of_ours_is_one_line_with_the_names_of_the_command_line(tmp_pa
     """In a process of its own: our warnings are errors of the tests."""
     arguments = ["budget=20", "model=hub", "model.name=/nowhere"]
     found = subprocess.run([sys.executable, RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    warning, _, loading, error = found.stderr.splitlines()
+    first, warning, _, loading, error = found.stderr.splitlines()
+    assert first == "loading PyTorch and transformers"
     assert warning.startswith("warning: the 4 sinks and 32 recent tokens that are always kept fill the 20 slots")
     assert warning.endswith("raise `budget` or lower `allocator.num_recent`")
     assert loading == "loading the model" and error.startswith("error: model.name=")

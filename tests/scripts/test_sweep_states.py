@@ -28,7 +28,7 @@ def sweep(script, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments, seed="1,2", **acts):
-        def evaluate(plain, choices, folder, dense_folder=None):
+        def evaluate(plain, choices, folder, dense_folder=None, label=""):
             act = acts.get(f"seed_{plain['seed']}")
             if isinstance(act, BaseException):
                 raise act
