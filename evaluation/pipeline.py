@@ -62,13 +62,18 @@ class ContextPipeline:
             `{"answers": [...]}` for questions, `{"answer": ...}` for a question.
 
         Raises:
-            ValueError: both or neither of `questions` and `question`, an empty context, `max_new_tokens` below 1.
+            ValueError: both or neither of `questions` and `question`, an empty one or one that is no text, an empty context, `max_new_tokens` below 1.
             NotImplementedError: a press that cannot work here.
         """
         if (questions is None) == (question is None):
             raise ValueError("give either `questions`, a list, or `question`, a text")
         if isinstance(questions, str):
             raise ValueError(f"`questions` must be a list of texts, got {questions!r}; write question={questions!r}")
+        for each in [question] if questions is None else questions:
+            if not isinstance(each, str) or not each:
+                raise ValueError(f"a question must be a text that is not empty, got {each!r}")
+        if questions is not None and not len(questions):
+            raise ValueError("`questions` is empty")
         if not context:
             raise ValueError("`context` is empty")
         if max_new_tokens < 1:

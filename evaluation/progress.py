@@ -40,7 +40,8 @@ class Progress:
         self._total = total
         self._sample_started = time.perf_counter()
         if finished:
-            self.note(f"resuming: {len(finished)} samples are finished already")
+            number = len(finished)
+            self.note(f"resuming: {number} {'sample is' if number == 1 else 'samples are'} finished already")
         if not self._label and _shows_a_bar(self._stream):
             self._bar = tqdm(total=total, initial=len(finished), unit="sample", file=self._stream, dynamic_ncols=True)
 

@@ -97,10 +97,16 @@ class RunFolder:
             lock.release()
 
     def _claim(self, config_yaml: str) -> None:
+        if not (self.path / self._config).exists():
+            write_text(self.path / self._config, config_yaml)
+        self.require_config(config_yaml)
+
+    def require_config(self, config_yaml: str) -> None:
+        """Raises:
+        RunError: what stands here belongs to another configuration.
+        """
         config = self.path / self._config
-        if not config.exists():
-            write_text(config, config_yaml)
-        elif config.read_text(encoding="utf-8") != config_yaml:
+        if config.exists() and config.read_text(encoding="utf-8") != config_yaml:
             raise RunError(f"{config} is not the configuration of this run; move {self.path} away to start afresh")
 
     @property

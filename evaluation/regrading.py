@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstitch.evaluation.answers import answer_metrics
-from kvstitch.evaluation.records import CONFIG, RunError, RunFolder
+from kvstitch.evaluation.records import CONFIG, METRICS, PREDICTIONS, RunError, RunFolder
 from kvstitch.evaluation.tasks.base import Question, Task
 
 SIDES = ("pressed", "dense")
@@ -54,6 +54,12 @@ def regrade(run_folder: Path) -> Regraded:
     records = RunFolder(run_folder).read_records()
     if not records:
         raise RunError(f"{run_folder} holds no finished sample")
+    metrics = RunFolder(run_folder).read_json(METRICS) or {}
+    if metrics.get("num_samples", len(records)) != len(records):
+        raise RunError(
+            f"{run_folder} is damaged: {PREDICTIONS} holds {len(records)} of the {metrics['num_samples']} samples that "
+            f"{METRICS} counts"
+        )
     for record in records:
         if "error" not in record and not {"answers", "metrics"} <= record.keys():
             raise RunError(f"{run_folder}: sample {record['id']!r} has no answers and metrics")

@@ -81,6 +81,7 @@ class Evaluation:
             value = getattr(self, name)
             if value is None and name == "decode_tokens":
                 continue
+            name = f"task.{name}" if "shard" in name else name
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
             if value >= 2**63:

@@ -63,6 +63,9 @@ def explain(
         return _first_lines(error)
     if isinstance(error, RunError):
         return str(error)
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        # Where a folder is made: nothing else is refused for what stands there.
+        return f"output_dir must be a folder, and {error.filename} is a file; give another one, such as runs"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     if not _raised_on_purpose(error):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import hydra
 from broken_pipe import until_the_reader_leaves
+from config_text import config_text
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
@@ -97,7 +98,9 @@ def run(job: Job, label: str = "") -> dict[str, Any]:
         RunError: samples failed; the others are evaluated and recorded.
     """
     metrics = job.folder.read_json(METRICS)
-    if metrics is None:
+    if metrics is not None:
+        job.folder.require_config(config_text(job.plain))
+    else:
         if "torch" not in sys.modules:
             print(f"{label}loading PyTorch and transformers", file=sys.stderr, flush=True)
         # Here and not above: they take seconds, on a busy machine a minute, which a typo or a finished run should not cost.

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from config_text import config_text
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from kvstitch.evaluation.environment import recorded_session
 from kvstitch.evaluation.kvpress_rows import KVPressBaseline
@@ -37,7 +37,7 @@ def evaluate(
     """
     evaluation = build(plain)
     progress = Progress(label=label)
-    with folder.opened(OmegaConf.to_yaml(OmegaConf.create(plain), sort_keys=True)):
+    with folder.opened(config_text(plain)):
         progress.note(f"run folder: {folder}")
         try:
             with recorded_session(folder, evaluation.seed):

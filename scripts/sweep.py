@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from kvstitch.evaluation.records import RunError, RunFolder, write_text
+from kvstitch.evaluation.records import METRICS, RunError, RunFolder, write_text
 
 DONE, READ, FAILED, RUNNING, NOT_RUN, LOST = "done", "read from before", "failed", "running", "not run", "lost"
 ON_ERROR = ("continue", "stop")
 SUMMARY = "summary.json"
 # Why a job may have told no end.
-ENDED, INTERRUPTED = "its process ended without a word; killed, or out of memory", "interrupted while at work"
+ENDED, INTERRUPTED = (
+    "its process ended without a word; killed, or out of memory",
+    "interrupted while at work; what it finished is kept, and the same command goes on from there",
+)
 NOT_AGAIN = "its process died while others ran beside it; not tried again because of on_error=stop"
 
 
@@ -182,9 +185,18 @@ def read_jobs(sweep: SweepFolder, overrides: Sequence[Sequence[str]], unfinished
     for number, asked in enumerate(overrides):
         found = sweep.read(number)
         if found["state"] == RUNNING:
-            found |= {"state": LOST, "reason": unfinished}
+            # It may have come to its end without being able to tell.
+            found |= {"state": DONE} if _has_results(found["folder"]) else {"state": LOST, "reason": unfinished}
         jobs.append(Job(tuple(asked), **found))
     return jobs
+
+
+def _has_results(folder: str | None) -> bool:
+    try:
+        metrics = None if folder is None else RunFolder(Path(folder)).read_json(METRICS)
+    except (RunError, OSError):
+        return False
+    return metrics is not None and not metrics.get("failed_samples")
 
 
 def require_success(jobs: Sequence[Job]) -> None:

@@ -143,6 +143,9 @@ def test_what_cannot_work_is_refused(pipeline, context, make_press):
         ({}, "give either"),
         ({"questions": ["w3"], "question": "w3"}, "give either"),
         ({"questions": "w3"}, "must be a list of texts, got 'w3'"),
+        ({"questions": []}, "`questions` is empty"),
+        ({"questions": ["w3", 1]}, "must be a text that is not empty, got 1"),
+        ({"question": ""}, "must be a text that is not empty, got ''"),
         ({"question": "w3", "max_new_tokens": 0}, "must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -57,6 +57,14 @@ def test_the_same_graders_give_the_same_scores(run_folder):
     assert result.before == result.after == {"accuracy": 0.5, "dense_accuracy": 1.0}
 
 
+def test_lines_that_the_metrics_count_and_nobody_finds_are_told(run_folder):
+    (run_folder / "metrics.json").write_text(json.dumps({"num_samples": 3}))
+    assert regrade(run_folder).changes == []
+    (run_folder / "metrics.json").write_text(json.dumps({"num_samples": 4}))
+    with pytest.raises(RunError, match="damaged: predictions.jsonl holds 3 of the 4 samples that metrics.json counts"):
+        regrade(run_folder)
+
+
 def test_nothing_is_written_not_even_over_a_torn_line(run_folder):
     path = run_folder / "predictions.jsonl"
     path.write_bytes(path.read_bytes() + b'{"id": "test-3", "metr')

@@ -226,3 +226,27 @@ def test_a_job_that_died_is_not_called_left_out(sweep, monkeypatch):
     assert [row[1] for row in rows(outcome)] == ["failed", "lost"]
     reason = "its process died while others ran beside it; not tried again because of on_error=stop"
     assert f"1 lost: {reason}" in outcome.out and (run_of(2) / "error.txt").read_text().startswith(reason)
+
+
+def test_a_finished_run_is_shown_for_its_own_configuration_only(sweep):
+    assert sweep().status == 0
+    config = run_of(2) / "config.yaml"
+    config.write_text(config.read_text().replace("budget: 256", "budget: 257"))
+    again = sweep()
+    assert again.status == 1 and [row[1] for row in rows(again)] == ["read from before", "failed"]
+    assert "is not the configuration of this run" in again.out
+
+
+def test_a_job_that_ended_but_could_not_tell_is_done(sweep):
+    """As when its process is ended between its last sample and its last word."""
+    assert sweep(FIXED, seed="1,2,3").status == 0
+    (run_of(2) / METRICS).unlink()
+    failed = json.loads((run_of(3) / METRICS).read_text())
+    (run_of(3) / METRICS).write_text(json.dumps(failed | {"failed_samples": ["a"]}))
+    states = sys.modules["sweep"]
+    folder = states.SweepFolder(STATES)
+    for number in range(3):
+        folder.write(number, states.RUNNING, str(run_of(number + 1)))
+    jobs = states.read_jobs(folder, [("seed=1",), ("seed=2",), ("seed=3",)], states.INTERRUPTED)
+    assert [job.state for job in jobs] == ["done", "lost", "lost"]
+    assert "the same command goes on" in jobs[1].reason and jobs[0].reason is None
