@@ -63,7 +63,7 @@ def explain(
         return _first_lines(error)
     if isinstance(error, RunError):
         return str(error)
-    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+    if config_name == "run" and isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         # Where a folder is made: nothing else is refused for what stands there.
         return f"output_dir must be a folder, and {error.filename} is a file; give another one, such as runs"
     if isinstance(error, OSError):
