@@ -64,8 +64,8 @@ def explain(
     if isinstance(error, RunError):
         return str(error)
     if config_name == "run" and isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
-        # Where a folder is made: nothing else is refused for what stands there.
-        return f"output_dir must be a folder, and {error.filename} is a file; give another one, such as runs"
+        # Nothing else is refused for what stands there.
+        return f"{error.filename} is a file where a folder is needed: move it away, or give another output_dir"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     if not _raised_on_purpose(error):

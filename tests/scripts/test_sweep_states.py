@@ -195,7 +195,8 @@ def test_a_run_folder_that_is_a_file_fails_its_job_alone(sweep):
     folder.touch()
     outcome = sweep()
     assert outcome.status == 1 and [row[1] for row in rows(outcome)] == ["failed", "read from before"]
-    assert f"0 failed: {folder}: File exists (error.txt could not be written: " in outcome.out
+    assert f"0 failed: {folder} is a file where a folder is needed: " in outcome.out
+    assert "or give another output_dir (error.txt could not be written: " in outcome.out
     assert "launcher" not in outcome.err
 
 
