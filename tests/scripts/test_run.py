@@ -148,7 +148,10 @@ def test_generate_mode_and_a_budget_that_never_binds(script, tiny_arguments):
         (["output_dir=null"], "output_dir must be text, the name of a folder such as runs"),
         (["output_dir=[1]"], "output_dir must be text, the name of a folder such as runs"),
         (["output_dir=5"], "output_dir must be text, got 5"),
-        ([f"output_dir={__file__}"], "test_run.py is a file where a folder is needed: move it away, or give another output_dir"),
+        (
+            [f"output_dir={__file__}"],
+            "test_run.py is a file where a folder is needed: move it away, or give another output_dir",
+        ),
         (["sampling=null"], "sampling is no option but holds some: _target_, do_sample,"),
         (["~sampling"], "sampling was taken away, but it is needed"),
         (["~task.shard"], "task.shard was taken away, but it is needed"),
