@@ -71,8 +71,9 @@ class RetrievalRun(Run):
 
     @property
     def index_share(self) -> float | None:
-        """`index_bytes` over the bytes of the keys and values in use, room for growth left out; None for an empty cache."""
-        used = sum(part.nbytes for layer in self._layers() if layer.length for part in (layer.keys, layer.values))
+        """`index_bytes` over the bytes of the indexed layers' keys and values in use, room for growth left out; None for an empty cache."""
+        layers = [self._cache.layers[index] for index in self._indexed] if self._cache is not None else []
+        used = sum(part.nbytes for layer in layers if layer.is_initialized for part in (layer.keys, layer.values))
         return self.index_bytes / used if used else None
 
     @property

@@ -66,7 +66,7 @@ class ExpectedAttention(Scorer):
         sink = valid & (view.positions[:, :, None] < self.num_sinks)
         expected = torch.where(sink, softmax_over(logits, valid), softmax_over(logits, valid & ~sink)).mean(dim=2)
         if self.use_value_norm:
-            norms = torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
+            norms = torch.linalg.vector_norm(view.values.float(), dim=-1)
             expected = (expected + self.epsilon) * norms
         return expected.masked_fill(~view.valid, 0.0)
 

@@ -19,5 +19,5 @@ class KeyNorm(Scorer):
 
     def score(self, view: LayerView) -> Float32[Tensor, "B H T"]:
         """At most 0; accumulated in float32, since bfloat16 norms of different tokens tie."""
-        norms = torch.linalg.vector_norm(view.keys, dim=-1, dtype=torch.float32)
+        norms = torch.linalg.vector_norm(view.keys.float(), dim=-1)
         return (-norms).masked_fill(~view.valid, 0.0)

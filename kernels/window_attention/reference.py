@@ -53,13 +53,12 @@ def window_usage_reference(
     sees_any = _sees_any(visibility)
     # One for all layers: the pages of a fresh one would cost as much as the product.
     room = positions.new_empty(batch * heads, group * query_positions.shape[-1], slots, dtype=torch.float32)
-    hidden = visibility.rank[:, None, :, None] < visibility.missed[:, :, None, first:]
-    by_layer = zip(queries, keys, scaling, hidden[:, :, None].split(batch), sees_any.split(batch))
+    ranks, missed = visibility.rank[:, None, :, None].split(batch), visibility.missed[:, :, None, first:].split(batch)
     totals = []
-    for query, key, scale, unseen, counts in by_layer:
+    for query, key, scale, rank, before, counts in zip(queries, keys, scaling, ranks, missed, sees_any.split(batch)):
         logits = _logits(query, key, scale * _LOG2_E, room)
         if first < slots:
-            logits[..., first:].masked_fill_(unseen, _LOWEST)
+            logits[..., first:].masked_fill_((rank < before)[:, :, None], _LOWEST)
         totals.append(_summed_softmax_(logits, counts))
     watchers = (query_positions.shape[-1] - visibility.missed).clamp_(min=1)
     # An empty slot holds an exact zero unless no query of the row sees anything, and then the weights are zeros.
