@@ -268,6 +268,10 @@ def test_dense_layers_read_everything(llama, random_tokens):
         generate(llama, random_tokens(1, 40), tokens=4)
     assert {read.layer_idx for read in reads} == {2, 3}
     assert [layer.layer_idx for layer in run.events[0].layers] == [2, 3]
+    # Layers without an index are no part of what it is a share of.
+    indexed = [layer for layer in run._cache.layers if layer.index is not None]
+    assert len(indexed) == 2
+    assert run.index_share == run.index_bytes / sum(layer.keys.nbytes + layer.values.nbytes for layer in indexed)
 
 
 def test_what_is_held_beside_the_cache_is_counted(llama, random_tokens, press):

@@ -121,8 +121,8 @@ def test_short_rows_are_scored(scorer, make_story, length):
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_caches_are_scored_in_float32(scorer, make_story, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_caches_of_any_precision_are_scored_in_float32(scorer, make_story, dtype):
     view = make_story().view(dtype=dtype)
     wide = replace(
         view,
